@@ -3,7 +3,7 @@
 // A problem is a batch of sequences. Padded layouts have one sequence per batch element; the packed layout has one per
 // segment of cu_seqlens, plus one last sequence for whatever lies beyond the final entry, whose rows see no key. Values in
 // device vectors are never trusted: `locate` clamps them to the arrays, so a wrong one gives wrong numbers and never an
-// access outside. Everything is counted in elements and 64 bits wide.
+// access outside. Addresses are counted in elements and 64 bits wide; rows within one sequence stay below kMostRows and fit an int.
 #pragma once
 
 typedef long long i64;
@@ -11,8 +11,10 @@ typedef unsigned long long u64;
 typedef unsigned int u32;
 typedef unsigned short u16;
 
-// A window side that is open. Far beyond any sequence, and still addable to offsets without overflow.
+// A window side that is open: far beyond any sequence.
 constexpr i64 kOpen = 1ll << 40;
+// More rows or keys than a sequence has; the host refuses arrays with more.
+constexpr int kMostRows = 1 << 30;
 
 // One (batch, head, row, column) array whose columns are contiguous. Strides are in elements.
 struct Matrix {
@@ -76,20 +78,18 @@ struct Problem {
 // One sequence and one head of it.
 struct Sequence {
   int batch_index;  // for Matrix::batch_stride: 0 when packed
-  i64 q_begin;      // first row in memory, and how many there are to write
-  i64 q_rows;
-  i64 q_valid;  // rows that take part: at most q_rows
+  int q_rows;       // rows there are to write
+  int q_valid;      // rows that take part: at most q_rows
+  int k_rows;
+  int k_valid;
+  i64 q_begin;  // first row in memory
   i64 k_begin;
-  i64 k_rows;
-  i64 k_valid;
   i64 q_offset;
 };
 
 __device__ __forceinline__ i64 clamp(i64 value, i64 low, i64 high) {
   return value < low ? low : (value > high ? high : value);
 }
-__device__ __forceinline__ i64 min64(i64 a, i64 b) { return a < b ? a : b; }
-__device__ __forceinline__ i64 max64(i64 a, i64 b) { return a > b ? a : b; }
 __device__ __forceinline__ i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 
 __device__ __forceinline__ Sequence sequence(const Problem& problem, int index) {
@@ -99,17 +99,19 @@ __device__ __forceinline__ Sequence sequence(const Problem& problem, int index) 
     s.batch_index = 0;
     s.q_begin = clamp(problem.cu_seqlens_q[beyond ? problem.batch : index], 0, problem.seqlen_q);
     s.k_begin = clamp(problem.cu_seqlens_k[beyond ? problem.batch : index], 0, problem.seqlen_k);
-    s.q_rows = (beyond ? problem.seqlen_q : clamp(problem.cu_seqlens_q[index + 1], s.q_begin, problem.seqlen_q)) - s.q_begin;
-    s.k_rows = (beyond ? problem.seqlen_k : clamp(problem.cu_seqlens_k[index + 1], s.k_begin, problem.seqlen_k)) - s.k_begin;
+    const i64 q_end = beyond ? problem.seqlen_q : clamp(problem.cu_seqlens_q[index + 1], s.q_begin, problem.seqlen_q);
+    const i64 k_end = beyond ? problem.seqlen_k : clamp(problem.cu_seqlens_k[index + 1], s.k_begin, problem.seqlen_k);
+    s.q_rows = static_cast<int>(q_end - s.q_begin);
+    s.k_rows = static_cast<int>(k_end - s.k_begin);
     s.q_valid = beyond ? 0 : s.q_rows;
     s.k_valid = beyond ? 0 : s.k_rows;
   } else {
     s.batch_index = index;
     s.q_begin = s.k_begin = 0;
-    s.q_rows = problem.seqlen_q;
-    s.k_rows = problem.seqlen_k;
-    s.q_valid = problem.seqlens_q ? clamp(problem.seqlens_q[index], 0, s.q_rows) : s.q_rows;
-    s.k_valid = problem.seqlens_k ? clamp(problem.seqlens_k[index], 0, s.k_rows) : s.k_rows;
+    s.q_rows = static_cast<int>(problem.seqlen_q);
+    s.k_rows = static_cast<int>(problem.seqlen_k);
+    s.q_valid = problem.seqlens_q ? static_cast<int>(clamp(problem.seqlens_q[index], 0, s.q_rows)) : s.q_rows;
+    s.k_valid = problem.seqlens_k ? static_cast<int>(clamp(problem.seqlens_k[index], 0, s.k_rows)) : s.k_rows;
   }
   s.q_offset = s.k_valid - s.q_valid;
   if (problem.q_offset_mode == kOneOffset) s.q_offset = problem.q_offset;
@@ -121,7 +123,7 @@ __device__ __forceinline__ Sequence sequence(const Problem& problem, int index) 
 struct TileIndex {
   int sequence_index;
   int head;
-  i64 tile;  // within the sequence; may lie past its end when packed, where tiles are counted without reading lengths
+  int first_row;  // of the tile, within the sequence; past its end when packed, where tiles are counted without reading lengths
 };
 
 // Tiles that a grid must hold for one head: `tiles_per_head` in streamkl_cupy/gpu/launch.py computes the same. When packed,
@@ -135,8 +137,8 @@ __device__ __forceinline__ TileIndex packed_tile(const int* cu_seqlens, int batc
   }
   TileIndex t;
   t.sequence_index = low;
-  t.tile = slot - (clamp(cu_seqlens[low], 0, rows) / tile_rows + low);
-  if (t.tile < 0) t.tile = kOpen;  // a decreasing vector: nothing to do here
+  const i64 tile = slot - (clamp(cu_seqlens[low], 0, rows) / tile_rows + low);
+  t.first_row = tile < 0 ? kMostRows : static_cast<int>(min(tile * tile_rows, static_cast<i64>(kMostRows)));  // < 0: a decreasing vector
   return t;
 }
 
@@ -156,7 +158,7 @@ __device__ __forceinline__ TileIndex locate(const Problem& problem, const int* c
   } else {
     t.sequence_index = static_cast<int>(head_index / heads);
     t.head = static_cast<int>(head_index % heads);
-    t.tile = tile;
+    t.first_row = static_cast<int>(tile) * tile_rows;
   }
   return t;
 }

@@ -65,3 +65,8 @@ __device__ __forceinline__ float to_float(Half x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
   return y;
 }
+
+// Two neighbouring elements, the first aligned to both.
+__device__ __forceinline__ void store_pair(BFloat16* to, float low, float high) { *reinterpret_cast<u32*>(to) = pack(BFloat16(), low, high); }
+__device__ __forceinline__ void store_pair(Half* to, float low, float high) { *reinterpret_cast<u32*>(to) = pack(Half(), low, high); }
+__device__ __forceinline__ void store_pair(float* to, float low, float high) { *reinterpret_cast<float2*>(to) = make_float2(low, high); }

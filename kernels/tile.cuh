@@ -18,12 +18,17 @@ struct TileLayout {
   __device__ static __forceinline__ u32 offset(int row, int chunk) {
     return static_cast<u32>(row * kRowBytes + ((chunk ^ swizzle(row)) << 4));
   }
+  // From the address of (row, chunk 0 or 1) to that of (row, chunk + even): the bits of a chunk that the swizzle touches are
+  // free in a row's address, so one XOR with a constant does it, and every fragment address hangs on one register.
+  __device__ static __forceinline__ u32 advance(u32 address, int even) {
+    return (address ^ static_cast<u32>((even & kMask) << 4)) + static_cast<u32>((even & ~kMask) << 4);
+  }
 };
 
 // Rows [first_row, first_row + kRows) of a matrix into a tile, asynchronously. Rows outside `valid` and columns from `columns`
 // on become zero without being read: they may hold NaN, and 0 times NaN would not be 0.
 template <typename Element, int kRows, int kColumns, int kThreads>
-__device__ __forceinline__ void copy_tile_async(u32 tile, const Element* rows, i64 row_stride, i64 first_row, Span valid,
+__device__ __forceinline__ void copy_tile_async(u32 tile, const Element* rows, i64 row_stride, int first_row, Span valid,
                                                 int columns) {
   using Layout = TileLayout<Element, kColumns>;
 #pragma unroll
@@ -31,7 +36,7 @@ __device__ __forceinline__ void copy_tile_async(u32 tile, const Element* rows, i
     const int index = i * kThreads + static_cast<int>(threadIdx.x);
     if (kRows * Layout::kChunks % kThreads != 0 && index >= kRows * Layout::kChunks) break;
     const int row = index / Layout::kChunks, chunk = index % Layout::kChunks;
-    const i64 source_row = first_row + row;
+    const int source_row = first_row + row;
     const bool inside = source_row >= valid.begin && source_row < valid.end && chunk * Layout::kPerChunk < columns;
     const Element* source = inside ? rows + source_row * row_stride + chunk * Layout::kPerChunk : rows;
     copy_async_16(tile + Layout::offset(row, chunk), source, inside);
@@ -51,17 +56,18 @@ __device__ __forceinline__ void add_scores(float (&scores)[kRowBlocks][kColumnBl
                                            const Lane& lane) {
   using Layout = TileLayout<Element, kHeadDim>;
   static_assert(kColumnBlocks % 2 == 0, "one ldmatrix.x4 brings the keys of two column blocks");
-  const int y_row = lane.index / 16 * 8 + lane.index % 8, y_chunk = lane.index / 8 % 2;
+  const u32 x_lane = x_tile + Layout::offset(x_row + lane.index % 16, lane.index / 16);
+  const u32 y_lane = y_tile + Layout::offset(lane.index / 16 * 8 + lane.index % 8, lane.index / 8 % 2);
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {
     u32 x[kRowBlocks][4];
 #pragma unroll
     for (int m = 0; m < kRowBlocks; ++m)
-      load_matrix_x4(x[m], x_tile + Layout::offset(x_row + 16 * m + lane.index % 16, 2 * k + lane.index / 16));
+      load_matrix_x4(x[m], Layout::advance(x_lane, 2 * k) + 16 * m * Layout::kRowBytes);
 #pragma unroll
     for (int n = 0; n < kColumnBlocks; n += 2) {
       u32 y[4];
-      load_matrix_x4(y, y_tile + Layout::offset(8 * n + y_row, 2 * k + y_chunk));
+      load_matrix_x4(y, Layout::advance(y_lane, 2 * k) + 8 * n * Layout::kRowBytes);
 #pragma unroll
       for (int m = 0; m < kRowBlocks; ++m) {
         mma_16x8x16(Element(), scores[m][n], x[m], y[0], y[1]);
@@ -77,6 +83,7 @@ __device__ __forceinline__ void add_weighted_rows(float (&result)[kRowBlocks][kH
                                                   const float (&weights)[kRowBlocks][kColumnBlocks][4], u32 y_tile,
                                                   const Lane& lane) {
   using Layout = TileLayout<Element, kHeadDim>;
+  const u32 y_lane = y_tile + Layout::offset(lane.index % 16, lane.index / 16);
 #pragma unroll
   for (int k = 0; k < kColumnBlocks / 2; ++k) {
     u32 w[kRowBlocks][4];
@@ -89,7 +96,7 @@ __device__ __forceinline__ void add_weighted_rows(float (&result)[kRowBlocks][kH
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; n += 2) {
       u32 y[4];
-      load_matrix_x4_transposed(y, y_tile + Layout::offset(16 * k + lane.index % 16, n + lane.index / 16));
+      load_matrix_x4_transposed(y, Layout::advance(y_lane, n) + 16 * k * Layout::kRowBytes);
 #pragma unroll
       for (int m = 0; m < kRowBlocks; ++m) {
         mma_16x8x16(Element(), result[m][n], w[m], y[0], y[1]);

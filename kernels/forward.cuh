@@ -1,0 +1,100 @@
+// What the forward kernels share once they hold a tile of logits: masking, the online update, and writing the rows.
+#pragma once
+
+// Where the rows go. Split over the keys, every split writes rows of its own, `split_stride` apart, and forward_merge.cu joins them.
+struct ForwardOutput {
+  RowStatsArrays rows;
+  i64 split_stride;
+};
+
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
+
+// Logits of keys that a row does not see become -inf. `first_row` and `first_key` belong to element (0, 0) of the warp's tile.
+template <int kRowBlocks, int kColumnBlocks>
+__device__ __forceinline__ void hide_unseen(float (&s1)[kRowBlocks][kColumnBlocks][4], float (&s2)[kRowBlocks][kColumnBlocks][4],
+                                            const Band& band, int first_row, int first_key, const Lane& lane) {
+#pragma unroll
+  for (int m = 0; m < kRowBlocks; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + 16 * m + 8 * half + lane.row;
+      const int begin = band.first_key(row) - first_key;
+      const int end = band.end_key(row) - first_key;
+#pragma unroll
+      for (int n = 0; n < kColumnBlocks; ++n) {
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          const int column = 8 * n + lane.column + e % 2;
+          const bool visible = column >= begin && column < end;
+          s1[m][n][e] = visible ? s1[m][n][e] : -kInfinity;
+          s2[m][n][e] = visible ? s2[m][n][e] : -kInfinity;
+        }
+      }
+    }
+  }
+}
+
+// Takes a tile of logits into the states of the rows. A tile is summed on its own first: fewer roundings than one long sum.
+template <bool kMasked, int kRowBlocks, int kColumnBlocks>
+__device__ __forceinline__ void update(OnlineRow (&online)[kRowBlocks][2], const float (&s1)[kRowBlocks][kColumnBlocks][4],
+                                       const float (&s2)[kRowBlocks][kColumnBlocks][4], float log2_scale1, float log2_scale2) {
+#pragma unroll
+  for (int m = 0; m < kRowBlocks; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      OnlineRow& row = online[m][half];
+      float top1 = -kInfinity, top2 = -kInfinity;
+#pragma unroll
+      for (int n = 0; n < kColumnBlocks; ++n) {
+        top1 = fmaxf(top1, fmaxf(s1[m][n][2 * half], s1[m][n][2 * half + 1]));
+        top2 = fmaxf(top2, fmaxf(s2[m][n][2 * half], s2[m][n][2 * half + 1]));
+      }
+      const float new_ref1 = fmaxf(row.ref1, ceilf(top1 * log2_scale1)), new_ref2 = fmaxf(row.ref2, ceilf(top2 * log2_scale2));
+      if (new_ref1 != row.ref1 || new_ref2 != row.ref2) row.rebase(new_ref1, new_ref2);  // rare after the first tiles
+
+      float sum1 = 0.0f, sum2 = 0.0f, product = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kColumnBlocks; ++n) {
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          const float x1 = fmaf(s1[m][n][e], log2_scale1, -row.ref1), x2 = fmaf(s2[m][n][e], log2_scale2, -row.ref2);
+          const float p1 = exp2_approx(x1), p2 = exp2_approx(x2);
+          sum1 += p1;
+          sum2 += p2;
+          // A hidden key has x1 - x2 = NaN; where p1 is 0 the term is 0 all the same.
+          if (!kMasked || p1 > 0.0f) product = fmaf(p1, x1 - x2, product);
+        }
+      }
+      row.sum1 += sum1;
+      row.sum2 += sum2;
+      row.product += product;
+    }
+  }
+}
+
+// Joins the states that the four lanes of a quad hold for the same rows, and writes them.
+template <int kRowBlocks>
+__device__ __forceinline__ void write_rows(OnlineRow (&online)[kRowBlocks][2], const Problem& problem, const ForwardOutput& output,
+                                           const OwnTile& rows, int warp_row, const Lane& lane) {
+  const i64 base = blockIdx.y * output.split_stride + row_arrays_offset(problem, rows.sequence, rows.head);
+#pragma unroll
+  for (int m = 0; m < kRowBlocks; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      OnlineRow row = online[m][half];
+#pragma unroll
+      for (int distance = 1; distance < 4; distance *= 2) {
+        OnlineRow other;
+        other.ref1 = __shfl_xor_sync(0xffffffffu, row.ref1, distance);
+        other.sum1 = __shfl_xor_sync(0xffffffffu, row.sum1, distance);
+        other.ref2 = __shfl_xor_sync(0xffffffffu, row.ref2, distance);
+        other.sum2 = __shfl_xor_sync(0xffffffffu, row.sum2, distance);
+        other.product = __shfl_xor_sync(0xffffffffu, row.product, distance);
+        row.merge(other);
+      }
+      const int index = rows.begin + warp_row + 16 * m + 8 * half + lane.row;
+      if (index >= rows.valid_end) row.clear();
+      if (lane.column == 0 && index < rows.end) store(output.rows, base + index, finish(row));
+    }
+  }
+}
