@@ -1,9 +1,11 @@
 """The parameter structs of kernels/problem.cuh as NumPy dtypes, and how they are filled.
 
-`layout_checks` makes static_asserts of the offsets below; every kernel is compiled with them, so the two sides cannot drift.
+`layout_checks` makes static_asserts of the structs below; every kernel is compiled with them, so the two sides cannot drift.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 
@@ -42,16 +44,26 @@ WEIGHT_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
 LOG2_E = 1.4426950408889634
 
 
-def layout_checks() -> str:
-    """CUDA source that fails to compile where a struct differs from its dtype here."""
+def layout_checks(source: str) -> str:
+    """CUDA source that fails to compile where a struct that `source` declares differs from its dtype here.
+
+    NVRTC has no offsetof; the order of the fields, the size and alignment of each, and the size of the whole say the same.
+    """
     lines = []
     for name, dtype in STRUCTS.items():
+        if f"struct {name} {{" not in source:
+            continue
         lines.append(f'static_assert(sizeof({name}) == {dtype.itemsize}, "{name} has another size in parameters.py");')
         for field in dtype.names:
-            offset = dtype.fields[field][1]
+            size, alignment = dtype[field].itemsize, dtype[field].alignment
             lines.append(
-                f'static_assert(__builtin_offsetof({name}, {field}) == {offset}, "{name}.{field} lies elsewhere in parameters.py");'
+                f"static_assert(sizeof({name}::{field}) == {size} && alignof(decltype({name}::{field})) == {alignment}, "
+                f'"{name}.{field} is another type in parameters.py");'
             )
+        addresses = [f"static_cast<const void*>(&s.{field})" for field in dtype.names]
+        ordered = " && ".join(f"{a} < {b}" for a, b in pairwise(addresses))
+        lines.append(f"constexpr bool in_order(const {name}& s) {{ return {ordered}; }}")
+        lines.append(f'static_assert(in_order({name}{{}}), "the fields of {name} have another order in parameters.py");')
     return "\n".join(lines) + "\n"
 
 
