@@ -1,0 +1,68 @@
+"""Every row of the tile table compiles, and ptxas reports no serialisation and no more spills than the row admits.
+
+Needs NVRTC and no GPU. By default every row is compiled for one architecture, in turn; `-m full` compiles the product. Kernels
+that are not specialised are compiled for every architecture.
+"""
+
+import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from streamkl_cupy.gpu import compile as jit
+from streamkl_cupy.gpu import errors, source, tiles
+
+if not hasattr(tiles, "every_row"):
+    pytest.skip("the tile table cannot be listed", allow_module_level=True)
+
+ONCE = list(zip(tiles.every_row(full=False), itertools.cycle(tiles.ARCHS), strict=False))
+PRODUCT = list(itertools.product(tiles.every_row(full=True), tiles.ARCHS))
+PLAIN = sorted({path.name for path in source.kernels_directory().glob("*.cu")} - {row.source for row, _ in PRODUCT})
+
+
+def name(value):
+    if isinstance(value, str):
+        return value
+    return "-".join([value.source.removesuffix(".cu"), *(f"{n.lower()}={v}" for n, v in value.defines)])
+
+
+@pytest.fixture(scope="module")
+def build(request):
+    """`compile.build`, with what was selected compiled ahead, in as many threads as there are cores."""
+    try:
+        errors.import_nvrtc()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    selected = [item.callspec.params for item in request.session.items if item.path == request.path]
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(os.cpu_count()) as pool:
+        patch.setenv("STREAMKL_CUPY_CACHE_DIR", str(request.config.cache.mkdir("kernels")))
+        for params in selected:
+            if "row" in params:
+                pool.submit(jit.build, params["row"].source, params["row"].defines, params["arch"])
+        yield jit.build
+        pool.shutdown(cancel_futures=True)
+
+
+def check(row, compiled):
+    report = compiled.entries[row.entry]
+    assert "serialized" not in compiled.log
+    assert report.spill_bytes <= row.spill_budget, f"{report.registers} registers, {report.spill_bytes} bytes of spills"
+
+
+@pytest.mark.parametrize("row, arch", ONCE, ids=name)
+def test_every_row_compiles(build, row, arch):
+    check(row, build(row.source, row.defines, arch))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row, arch", PRODUCT, ids=name)
+def test_every_row_compiles_for_every_architecture(build, row, arch):
+    check(row, build(row.source, row.defines, arch))
+
+
+@pytest.mark.parametrize("arch", tiles.ARCHS)
+@pytest.mark.parametrize("source_name", PLAIN)
+def test_kernels_without_macros_compile(build, source_name, arch):
+    entries = build(source_name, {}, arch).entries
+    assert entries and not any(report.spill_bytes for report in entries.values())
