@@ -21,6 +21,9 @@ MAX_HEAD_DIM = 576
 OPEN = 1 << 40
 """A window side without a bound; `kOpen` in kernels/problem.cuh."""
 
+MAX_SEQLEN = (1 << 30) - 1
+"""Rows or keys of one array's sequence axis; `kMostRows` in kernels/problem.cuh lies beyond."""
+
 VECTORS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "q_offset")
 
 
@@ -204,6 +207,8 @@ def _check_matrices(views, layout) -> None:
             )
         if not 1 <= view.shape[-1] <= MAX_HEAD_DIM:
             raise ValueError(f"{name} has head dimension {view.shape[-1]}; it takes 1 to {MAX_HEAD_DIM}")
+        if view.shape[row_axis] > MAX_SEQLEN:
+            raise ValueError(f"{name} has {view.shape[row_axis]} rows; it takes at most {MAX_SEQLEN}")
         if view.shape[head_axis] < 1:
             raise ValueError(f"{name} has no heads: shape {view.shape} in layout {layout!r}")
         if batch_axis is not None and view.shape[batch_axis] != q1.shape[batch_axis]:

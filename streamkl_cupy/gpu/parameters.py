@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import struct
 from itertools import pairwise
 
 import numpy as np
@@ -37,7 +38,23 @@ PROBLEM = np.dtype(
     + [("padding", I32)],
     align=True,
 )
-STRUCTS = {"Matrix": MATRIX, "RowStatsArrays": ROW_STATS, "RowWeights": ROW_WEIGHTS, "Problem": PROBLEM}
+FORWARD_OUTPUT = np.dtype([("rows", ROW_STATS), ("split_stride", I64)], align=True)
+GRADIENT_OUTPUT = np.dtype([(n, MATRIX) for n in SIDES] + [("as_float32", I32), ("padding", I32)], align=True)
+MERGE_INPUT = np.dtype(
+    [("first", ROW_STATS)]
+    + [(f"{n}_stride", I64) for n in ("kl", "ref1", "logsum1", "ref2", "logsum2")]
+    + [(n, I64) for n in ("rows", "parts")],
+    align=True,
+)
+STRUCTS = {
+    "Matrix": MATRIX,
+    "RowStatsArrays": ROW_STATS,
+    "RowWeights": ROW_WEIGHTS,
+    "Problem": PROBLEM,
+    "ForwardOutput": FORWARD_OUTPUT,
+    "GradientOutput": GRADIENT_OUTPUT,
+    "MergeInput": MERGE_INPUT,
+}
 
 BOTTOM_RIGHT, ONE_OFFSET, OFFSET_VECTOR = 0, 1, 2
 WEIGHT_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
@@ -67,24 +84,76 @@ def layout_checks(source: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def fill_problem(problem: Problem, matrices, vectors, rows, out=None) -> np.ndarray:
+def _packer(dtype: np.dtype):
+    """A function from the flat list of a struct's values to a size-1 array of it: field by field NumPy takes ten times as long."""
+    codes = {"u8": "Q", "i8": "q", "i4": "i", "f4": "f"}
+
+    def flat(d: np.dtype) -> str:
+        return "".join(flat(d[n]) for n in d.names) if d.names else codes[d.str[1:]]
+
+    layout = struct.Struct("=" + flat(dtype))
+    assert layout.size == dtype.itemsize, "no struct here has padding between its fields"
+    return lambda *values: np.frombuffer(layout.pack(*values), dtype)
+
+
+_pack_problem, pack_row_weights = _packer(PROBLEM), _packer(ROW_WEIGHTS)
+_pack_forward_output, _pack_gradient_output = _packer(FORWARD_OUTPUT), _packer(GRADIENT_OUTPUT)
+_pack_merge_input, _pack_row_stats = _packer(MERGE_INPUT), _packer(ROW_STATS)
+
+
+def _pointers(rows) -> tuple[int, ...]:
+    return tuple(rows[n].pointer for n in ROW_STATS.names)
+
+
+def fill_problem(problem: Problem, matrices, vectors, rows) -> np.ndarray:
     """A PROBLEM record. `matrices`, `vectors` and `rows` map names to `ArrayView`s; vectors may lack names."""
-    p = np.zeros((), PROBLEM) if out is None else out
+    q_offset = problem.q_offset
+    return _pack_problem(
+        *(v for name in SIDES for v in (matrices[name].pointer, *problem.axis_strides(matrices[name].strides))),
+        *_pointers(rows),
+        0 if problem.packed else problem.heads * problem.seqlen_q,
+        problem.seqlen_q,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        *(vectors[n].pointer if vectors.get(n) is not None else 0 for n in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")),
+        vectors["q_offset"].pointer if q_offset == "vector" else 0,
+        q_offset if isinstance(q_offset, int) else 0,
+        problem.window_left,
+        problem.window_right,
+        problem.batch,
+        problem.heads,
+        problem.heads_k1,
+        problem.heads_k2,
+        problem.head_dim1,
+        problem.head_dim2,
+        BOTTOM_RIGHT if q_offset is None else OFFSET_VECTOR if q_offset == "vector" else ONE_OFFSET,
+        problem.scale1,
+        problem.scale2,
+        problem.scale1 * LOG2_E,
+        problem.scale2 * LOG2_E,
+        0,
+    )
+
+
+def forward_output(rows, split_stride: int) -> np.ndarray:
+    """A FORWARD_OUTPUT record: where the row statistics go, and how far apart (in elements) the splits over the keys write."""
+    return _pack_forward_output(*_pointers(rows), split_stride)
+
+
+def row_stats(rows) -> np.ndarray:
+    """A ROW_STATS record."""
+    return _pack_row_stats(*_pointers(rows))
+
+
+def merge_input(rows, strides, count: int, parts: int) -> np.ndarray:
+    """A MERGE_INPUT record: part i of each array lies i of its stride (in elements) from `rows`."""
+    return _pack_merge_input(*_pointers(rows), *strides, count, parts)
+
+
+def gradient_output(problem: Problem, grads, as_float32: bool) -> np.ndarray:
+    """A GRADIENT_OUTPUT record; `grads` maps the wanted names to `ArrayView`s."""
+    values = []
     for name in SIDES:
-        view = matrices[name]
-        p[name] = (view.pointer, *problem.axis_strides(view.strides))
-    p["rows"] = tuple(rows[n].pointer for n in ROW_STATS.names)
-    p["row_batch_stride"] = 0 if problem.packed else problem.heads * problem.seqlen_q
-    p["row_head_stride"] = problem.seqlen_q
-    p["seqlen_q"], p["seqlen_k"] = problem.seqlen_q, problem.seqlen_k
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k"):
-        p[name] = vectors[name].pointer if vectors.get(name) is not None else 0
-    p["q_offset_mode"] = {None: BOTTOM_RIGHT, "vector": OFFSET_VECTOR}.get(problem.q_offset, ONE_OFFSET)
-    p["q_offset"] = problem.q_offset if isinstance(problem.q_offset, int) else 0
-    p["q_offsets"] = vectors["q_offset"].pointer if problem.q_offset == "vector" else 0
-    p["window_left"], p["window_right"] = problem.window_left, problem.window_right
-    p["batch"], p["heads"], p["heads_k1"], p["heads_k2"] = problem.batch, problem.heads, problem.heads_k1, problem.heads_k2
-    p["head_dim1"], p["head_dim2"] = problem.head_dim1, problem.head_dim2
-    p["scale1"], p["scale2"] = problem.scale1, problem.scale2
-    p["log2_scale1"], p["log2_scale2"] = problem.scale1 * LOG2_E, problem.scale2 * LOG2_E
-    return p
+        view = grads.get(name)
+        values += (0, 0, 0, 0) if view is None else (view.pointer, *problem.axis_strides(view.strides))
+    return _pack_gradient_output(*values, int(as_float32), 0)
