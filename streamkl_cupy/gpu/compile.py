@@ -76,6 +76,9 @@ class _Once:
                 self._values[key] = make()
             return self._values[key]
 
+    def forget(self, key) -> None:
+        self._values.pop(key, None)
+
 
 _built, _modules, _kernels = _Once(), _Once(), _Once()
 
@@ -197,6 +200,9 @@ def _load(source_name: str, entry: str, defines, arch: str, device: int, shared_
     cupy = import_cupy()
     info = device_info(device)
     compiled = build(source_name, defines, arch)
+    if not compiled.path.is_file():  # the cache was emptied since
+        _built.forget((source_name, defines, arch))
+        compiled = build(source_name, defines, arch)
     if entry not in compiled.entries:
         raise RuntimeError(f"{source_name} has no entry {entry!r}: it has {sorted(compiled.entries)}.")
     with cupy.cuda.Device(device):
