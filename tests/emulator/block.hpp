@@ -1,0 +1,284 @@
+// One block of threads on the CPU: who runs, who waits for whom, what shared memory holds, and what is wrong with it.
+//
+// A warp runs until all its lanes wait at a barrier; then the next warp does. A collective of a warp is computed by the lane that
+// comes last, on operands that lie on the others' stacks.
+#pragma once
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fibers.hpp"
+
+struct uint3 { unsigned x, y, z; };
+using dim3 = uint3;
+
+namespace emulated {
+
+constexpr int kLanes = 32;
+constexpr unsigned kFullMask = 0xffffffffu;
+constexpr unsigned kCanaryBytes = 1024;  // behind the shared memory, to notice stores beyond it
+
+// A cp.async in flight: it takes place when its thread waits for it, the latest moment that the hardware allows.
+struct Copy {
+  unsigned to;
+  const void* from;  // null: zeros
+};
+
+struct Thread {
+  Fiber fiber;
+  uint3 index;
+  int warp, lane;
+  const char* waits_at;          // null: it can run, or has returned
+  bool returned;
+  std::vector<Copy> copies;      // committed or not, oldest first
+  std::vector<unsigned> groups;  // committed groups in flight, oldest first: how many copies each has
+  unsigned uncommitted;
+};
+
+struct Warp {
+  unsigned runnable;  // one bit a lane
+  int arrived;
+  const char* at;
+  void* operands[kLanes];
+};
+
+// Who touched 16 bytes of shared memory since the last barrier: `since` is the barrier's number.
+struct Chunk {
+  int written_since, writer, read_since, reader;  // warps; reader is kSeveral where more than one read
+  int in_flight;
+};
+constexpr int kSeveral = -1;
+
+struct Range {
+  std::uintptr_t begin, end;
+};
+
+struct Block {
+  Fiber scheduler;
+  Thread* current;
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  uint3 index, threads_shape, grid_shape;
+  int live, at_barrier, barriers;
+  std::unique_ptr<char[]> buffer;
+  unsigned char* shared;
+  unsigned shared_bytes;
+  std::vector<Chunk> chunks;
+  std::vector<Range> global_memory;
+  void (*kernel)();
+  long long bank_conflicts;
+  std::string error;
+};
+inline Block block;
+
+inline std::string where() {
+  const uint3& b = block.index;
+  return "block (" + std::to_string(b.x) + ", " + std::to_string(b.y) + ", " + std::to_string(b.z) + "): ";
+}
+
+// Ends the launch; what the threads have on their stacks is left there.
+[[noreturn]] inline void fail(const char* format, ...) {
+  char what[512];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(what, sizeof what, format, arguments);
+  va_end(arguments);
+  block.error = where() + "warp " + std::to_string(block.current->warp) + ", lane " + std::to_string(block.current->lane) + ": " + what;
+  switch_fiber(block.current->fiber, block.scheduler);
+  __builtin_unreachable();
+}
+
+inline std::string whereabouts(const Thread& t) { return t.returned ? "has returned" : std::string("waits at ") + t.waits_at; }
+
+[[noreturn]] inline void fail_stuck() {
+  for (std::size_t w = 0; w < block.warps.size(); ++w) {
+    if (block.warps[w].arrived == 0) continue;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const Thread& t = block.threads[w * kLanes + lane];
+      if (t.returned || t.waits_at != block.warps[w].at)
+        fail("%d lanes of warp %zu wait at %s, and lane %d %s", block.warps[w].arrived, w, block.warps[w].at, lane, whereabouts(t).c_str());
+    }
+  }
+  for (const Thread& t : block.threads) {
+    if (t.returned) fail("%d threads wait at __syncthreads, and lane %d of warp %d has returned", block.at_barrier, t.lane, t.warp);
+  }
+  fail("no thread can run");
+}
+
+// Gives the CPU to a thread that can run: of this warp if there is one.
+inline void run_another() {
+  Thread& from = *block.current;
+  const int count = static_cast<int>(block.warps.size());
+  for (int i = 0; i < count; ++i) {
+    const int w = (from.warp + i) % count;
+    const unsigned runnable = block.warps[w].runnable;
+    if (runnable == 0) continue;
+    const unsigned later = from.lane == kLanes - 1 ? 0 : runnable & (kFullMask << (from.lane + 1));
+    block.current = &block.threads[w * kLanes + __builtin_ctz(later != 0 ? later : runnable)];
+    switch_fiber(from.fiber, block.current->fiber);
+    return;
+  }
+  fail_stuck();
+}
+
+inline void wait_at(const char* name) {
+  Thread& t = *block.current;
+  t.waits_at = name;
+  block.warps[t.warp].runnable &= ~(1u << t.lane);
+  run_another();
+}
+
+// All lanes of a warp come together; the last one computes for all, `compute(operands)`, one pointer a lane.
+template <typename Operands, typename Compute>
+inline void collective(const char* name, Operands& mine, const Compute& compute) {
+  Thread& t = *block.current;
+  Warp& warp = block.warps[t.warp];
+  if (warp.arrived != 0 && warp.at != name && std::strcmp(warp.at, name) != 0)
+    fail("it comes to %s while %d other lanes of the warp wait at %s", name, warp.arrived, warp.at);
+  if (warp.arrived == 0) warp.at = name;
+  warp.operands[t.lane] = &mine;
+  if (++warp.arrived < kLanes) return wait_at(warp.at);
+  Operands* all[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) all[lane] = static_cast<Operands*>(warp.operands[lane]);
+  compute(all);
+  for (int lane = 0; lane < kLanes; ++lane) block.threads[t.warp * kLanes + lane].waits_at = nullptr;
+  warp.arrived = 0;
+  warp.runnable = kFullMask;
+}
+
+inline void barrier() {
+  if (++block.at_barrier < static_cast<int>(block.threads.size())) return wait_at("__syncthreads");
+  block.at_barrier = 0;
+  ++block.barriers;
+  for (Thread& t : block.threads) t.waits_at = nullptr;
+  for (Warp& warp : block.warps) warp.runnable = kFullMask;
+}
+
+// Shared memory, by offsets of 16-byte pieces.
+inline void check_piece(const char* name, unsigned address) {
+  if (address % 16 != 0) fail("%s: shared address %u is no multiple of 16", name, address);
+  if (address + 16ull > block.shared_bytes) fail("%s: shared address %u lies beyond the block's %u bytes", name, address, block.shared_bytes);
+}
+inline const unsigned char* read_piece(const char* name, unsigned address) {
+  check_piece(name, address);
+  Chunk& c = block.chunks[address / 16];
+  const int warp = block.current->warp;
+  if (c.in_flight != 0) fail("%s reads shared address %u while a cp.async to it is in flight", name, address);
+  if (c.written_since == block.barriers && c.writer != warp)
+    fail("%s reads shared address %u, which warp %d wrote after the last __syncthreads", name, address, c.writer);
+  c.reader = c.read_since == block.barriers && c.reader != warp ? kSeveral : warp;
+  c.read_since = block.barriers;
+  return block.shared + address;
+}
+
+inline void issue_copy(unsigned to, const void* from, bool inside) {
+  check_piece("cp.async", to);
+  if (inside) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(from);
+    bool known = false;
+    for (const Range& range : block.global_memory) known |= begin >= range.begin && begin + 16 <= range.end;
+    if (!known) fail("cp.async reads 16 bytes at %p, outside the arrays of the launch", from);
+    if (begin % 16 != 0) fail("cp.async reads from %p, no multiple of 16 bytes", from);
+  }
+  Chunk& c = block.chunks[to / 16];
+  Thread& t = *block.current;
+  if (c.in_flight != 0) fail("cp.async writes shared address %u while another cp.async to it is in flight", to);
+  if (c.written_since == block.barriers && c.writer != t.warp)
+    fail("cp.async writes shared address %u, which warp %d wrote after the last __syncthreads", to, c.writer);
+  if (c.read_since == block.barriers && c.reader != t.warp)
+    fail("cp.async writes shared address %u, which another warp read after the last __syncthreads", to);
+  ++c.in_flight;
+  t.copies.push_back({to, inside ? from : nullptr});
+  ++t.uncommitted;
+}
+inline void commit_copies() {
+  Thread& t = *block.current;
+  t.groups.push_back(t.uncommitted);
+  t.uncommitted = 0;
+}
+inline void wait_copies(unsigned pending_groups) {
+  Thread& t = *block.current;
+  std::size_t groups = 0, copies = 0;
+  while (t.groups.size() - groups > pending_groups) copies += t.groups[groups++];
+  for (std::size_t i = 0; i < copies; ++i) {
+    const Copy& copy = t.copies[i];
+    if (copy.from != nullptr) std::memcpy(block.shared + copy.to, copy.from, 16);
+    else std::memset(block.shared + copy.to, 0, 16);
+    Chunk& c = block.chunks[copy.to / 16];
+    --c.in_flight;
+    c.written_since = block.barriers;
+    c.writer = t.warp;
+  }
+  t.copies.erase(t.copies.begin(), t.copies.begin() + copies);
+  t.groups.erase(t.groups.begin(), t.groups.begin() + groups);
+}
+
+// What a fiber runs: one thread of the kernel.
+inline void thread_main() {
+  block.kernel();
+  Thread& t = *block.current;
+  t.returned = true;
+  block.warps[t.warp].runnable &= ~(1u << t.lane);
+  if (--block.live == 0) switch_fiber(t.fiber, block.scheduler);
+  run_another();
+  __builtin_unreachable();
+}
+
+inline void run_block(uint3 index, char* stacks) {
+  block.index = index;
+  std::memset(block.shared, 0xff, block.shared_bytes + kCanaryBytes);  // NaN in every type
+  block.chunks.assign(block.shared_bytes / 16 + 1, Chunk{-1, 0, -1, 0, 0});
+  const int count = static_cast<int>(block.threads.size());
+  for (int i = 0; i < count; ++i) {
+    Thread& t = block.threads[i];
+    const unsigned x = block.threads_shape.x, y = block.threads_shape.y, linear = static_cast<unsigned>(i);
+    t.index = {linear % x, linear / x % y, linear / (x * y)};
+    t.warp = i / kLanes;
+    t.lane = i % kLanes;
+    t.waits_at = nullptr;
+    t.returned = false;
+    t.copies.clear();
+    t.groups.clear();
+    t.uncommitted = 0;
+    prepare(t.fiber, stacks + i * kStackBytes, thread_main);
+  }
+  block.warps.assign(count / kLanes, Warp{kFullMask, 0, nullptr, {}});
+  block.live = count;
+  block.at_barrier = block.barriers = 0;
+  block.current = &block.threads[0];
+  switch_fiber(block.scheduler, block.current->fiber);
+  for (unsigned i = block.shared_bytes; i < block.shared_bytes + kCanaryBytes && block.error.empty(); ++i) {
+    if (block.shared[i] != 0xff)
+      block.error = where() + "a store reached byte " + std::to_string(i) + " of " + std::to_string(block.shared_bytes) + " of shared memory";
+  }
+}
+
+// Every block of a grid in turn, until one fails; what went wrong is in block.error.
+inline void run_grid(uint3 grid, uint3 threads, unsigned shared_bytes, void (*kernel)()) {
+  const int count = static_cast<int>(threads.x * threads.y * threads.z);
+  block.grid_shape = grid;
+  block.threads_shape = threads;
+  block.kernel = kernel;
+  block.threads.resize(count);
+  block.shared_bytes = shared_bytes;
+  block.bank_conflicts = 0;
+  block.error.clear();
+  constexpr std::uintptr_t kAlignment = 1024;
+  block.buffer.reset(new char[shared_bytes + kCanaryBytes + kAlignment]);
+  const auto start = reinterpret_cast<std::uintptr_t>(block.buffer.get());
+  block.shared = reinterpret_cast<unsigned char*>((start + kAlignment - 1) / kAlignment * kAlignment);
+  char* stacks = allocate_stacks(count);
+  if (stacks == nullptr) block.error = "no memory for the threads' stacks";
+  for (unsigned z = 0; z < grid.z && block.error.empty(); ++z) {
+    for (unsigned y = 0; y < grid.y && block.error.empty(); ++y) {
+      for (unsigned x = 0; x < grid.x && block.error.empty(); ++x) run_block({x, y, z}, stacks);
+    }
+  }
+  free_stacks(stacks, count);
+}
+
+}  // namespace emulated
