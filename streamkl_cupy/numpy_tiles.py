@@ -11,8 +11,8 @@ import numpy as np
 from .problem import LAYOUTS, Problem
 
 ROW_TILE, KEY_TILE = 128, 512
-TILE_ELEMENTS = 1 << 17
-"""Logits of one side at a time, over all heads together: half a megabyte, so that a tile's few arrays stay in a core's cache."""
+TILE_ELEMENTS = 1 << 16
+"""Logits of one side at a time, over all heads together: a quarter of a megabyte, so that a tile's few arrays stay in a core's cache."""
 
 
 class Band(NamedTuple):
