@@ -13,7 +13,21 @@ Importing this package touches no CUDA state.
 """
 
 from ._version import __version__
+from .api import backward, explain, forward, merge, warmup, workspace_size
 from .problem import Problem
 from .state import Gradients, Inputs, KLState, RowStats
 
-__all__ = ["Gradients", "Inputs", "KLState", "Problem", "RowStats", "__version__"]
+__all__ = [
+    "Gradients",
+    "Inputs",
+    "KLState",
+    "Problem",
+    "RowStats",
+    "__version__",
+    "backward",
+    "explain",
+    "forward",
+    "merge",
+    "warmup",
+    "workspace_size",
+]

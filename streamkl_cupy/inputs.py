@@ -1,0 +1,183 @@
+"""The arguments of a call, looked at once: views of the arrays, the framework and stream of q1, upstream weights, names."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .arrays import ArrayView, view
+from .frameworks import Framework, framework_for, stream_pointer
+from .problem import SIDES, VECTORS, Problem, check_wrt, describe_device
+from .state import Inputs, KLState
+
+WEIGHT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+class Call(NamedTuple):
+    """A validated call. `views` has the inputs and those vectors that there are; `stream` is a pointer, 0 on the CPU."""
+
+    problem: Problem
+    views: dict[str, ArrayView]
+    framework: Framework
+    stream: int
+    chosen_stream: int | None
+    workspace: ArrayView | None = None
+
+
+def split(matrices: tuple[Any, ...], options: dict[str, Any]) -> tuple[Inputs, dict[str, Any]]:
+    """The arrays among the arguments of `forward`, and the rest. `q_offset` may be either."""
+    rest = {name: value for name, value in options.items() if name not in VECTORS}
+    vectors = {name: options.get(name) for name in VECTORS}
+    q_offset = vectors["q_offset"]
+    if isinstance(q_offset, numbers.Integral) or not hasattr(q_offset, "__dlpack__"):
+        vectors["q_offset"], rest["q_offset"] = None, q_offset
+    return Inputs(*matrices, **vectors), rest
+
+
+def open_call(inputs: Inputs, options: dict[str, Any], stream: Any) -> Call:
+    """Views and checks the inputs; `options` are those of `Problem.check` that are no arrays."""
+    chosen = stream_pointer(stream)
+    q1 = view("q1", inputs.q1, chosen)
+    framework = framework_for(q1.framework, q1.device)
+    if chosen is not None and q1.device[0] == "cpu":
+        raise ValueError(f"stream is {stream!r}, but q1 is on the CPU; it takes None there")
+    launch = framework.stream() if chosen is None else chosen
+    views = {"q1": q1}
+    for name, array in zip(Inputs._fields, inputs, strict=True):
+        if array is not None and name != "q1":
+            views[name] = view(name, array, launch)
+    for name in SIDES:
+        if name not in views:
+            raise TypeError(f"{name} is None; it takes an array")
+    vectors = {name: views[name] for name in VECTORS if name in views}
+    problem = Problem.check(*(views[name] for name in SIDES), **(options | vectors))
+    for name, vector in vectors.items():
+        if vector.shape[0] > 1 and vector.strides[0] != 1:
+            raise ValueError(f"{name} has stride {vector.strides[0]}; it takes a contiguous vector")
+    return Call(problem, views, framework, launch, chosen)
+
+
+def reopen_call(state: Any, stream: Any) -> Call:
+    """The same for the inputs of a state, which may have been put together by hand."""
+    if not isinstance(state, KLState):
+        raise TypeError(f"state is a {type(state).__name__}; it takes the KLState that forward returned")
+    if not isinstance(state.problem, Problem):
+        raise TypeError(f"state.problem is a {type(state.problem).__name__}; it takes a Problem")
+    if not isinstance(state.inputs, Inputs):
+        raise TypeError(f"state.inputs is a {type(state.inputs).__name__}; it takes an Inputs")
+    p = state.problem
+    options = {
+        "layout": p.layout,
+        "scale1": p.scale1,
+        "scale2": p.scale2,
+        "causal": p.causal,
+        "window": p.window,
+        "q_offset": None if p.q_offset == "vector" else p.q_offset,
+        "reduction": p.reduction,
+    }
+    call = open_call(state.inputs, options, stream)
+    if call.problem != p:
+        raise ValueError(f"state.inputs make {call.problem}, but state.problem is {p}; it takes the inputs of the forward call")
+    return call
+
+
+def upstream_weights(grad_kl: Any, call: Call) -> float | ArrayView | None:
+    """`grad_kl` as None, a number, or the view of a row array or of a scalar on the device."""
+    if grad_kl is None:
+        return None
+    if isinstance(grad_kl, (bool, np.bool_)):
+        raise TypeError("grad_kl is a bool; it takes None, a number or an array")
+    host_number = isinstance(grad_kl, (numbers.Real, np.generic)) or (isinstance(grad_kl, np.ndarray) and grad_kl.ndim == 0)
+    if host_number:
+        return float(grad_kl)
+    v = view("grad_kl", grad_kl, call.stream)
+    if v.dtype not in WEIGHT_DTYPES:
+        raise TypeError(f"grad_kl has dtype {v.dtype}; it takes {', '.join(WEIGHT_DTYPES)}")
+    rows = call.problem.row_shape
+    if call.problem.reduction != "none" and v.shape not in ((), (1,)):
+        raise ValueError(f"grad_kl has shape {v.shape}; after reduction={call.problem.reduction!r} it takes a scalar")
+    if v.shape not in ((), (1,), rows):
+        raise ValueError(f"grad_kl has shape {v.shape}; it takes a scalar or {rows}, one value a row")
+    if v.device != call.framework.device:
+        raise ValueError(
+            f"grad_kl is on {describe_device(v.device)} and q1 on {describe_device(call.framework.device)}; all arrays take one device"
+        )
+    return v
+
+
+def wanted(wrt: Any) -> tuple[str, ...]:
+    """`wrt` in the order q1, k1, q2, k2."""
+    if not isinstance(wrt, (str, tuple, list, set, frozenset)):
+        raise TypeError(f"wrt is a {type(wrt).__name__}; it takes names out of {', '.join(map(repr, SIDES))}")
+    return check_wrt(wrt)
+
+
+def gradient_dtype(dtype: Any, inputs_dtype: str) -> str:
+    """`dtype` as a name: None or the inputs' own, or float32."""
+    if dtype is None:
+        return inputs_dtype
+    if isinstance(dtype, str):
+        name = dtype
+    elif type(dtype).__module__.partition(".")[0] == "torch":
+        name = str(dtype).removeprefix("torch.")
+    else:
+        try:
+            name = np.dtype(dtype).name
+        except TypeError:
+            raise TypeError(f"dtype is {dtype!r}; it takes None, {inputs_dtype!r} or 'float32'") from None
+    if name not in (inputs_dtype, "float32"):
+        raise TypeError(f"dtype is {name}; it takes the inputs' {inputs_dtype} or float32")
+    return name
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is a {type(value).__name__}; it takes True or False")
+    return bool(value)
+
+
+ADVICE = {
+    "attn_mask": "use causal, window, seqlens_k or packed segments (cu_seqlens_q, cu_seqlens_k)",
+    "bias": "an additive bias on keys is one more column: 1 / scale in q, the bias in k",
+    "softcap": "logits are plain scaled products",
+    "dropout_p": "the divergence is that of the undropped distributions",
+    "sinks": "a sink is one more key, which both sides see",
+    "softmax_scale": "use scale1 and scale2",
+    "is_causal": "use causal",
+    "window_size": "use window=(left, right)",
+    "max_seqlen_q": "cu_seqlens_q and cu_seqlens_k are all it takes",
+    "enable_gqa": "head counts are read from the shapes",
+    "return_lse": "state.lse1 and state.lse2 hold the denominators",
+    "temperature": "divide scale1 and scale2 by it",
+    "eps": "there is no epsilon: the logarithms are never taken of probabilities",
+}
+"""What to do instead of arguments that other attention and divergence calls have."""
+
+ALIASES = {
+    "mask": "attn_mask",
+    "attention_mask": "attn_mask",
+    "key_padding_mask": "attn_mask",
+    "block_mask": "attn_mask",
+    "attn_bias": "bias",
+    "alibi_slopes": "bias",
+    "score_mod": "bias",
+    "logits_soft_cap": "softcap",
+    "dropout": "dropout_p",
+    "s_aux": "sinks",
+    "scale": "softmax_scale",
+    "sm_scale": "softmax_scale",
+    "max_seqlen_k": "max_seqlen_q",
+    "return_softmax_lse": "return_lse",
+}
+
+
+def refuse(function: str, names: Iterable[str]) -> None:
+    """TypeError for keyword arguments that no function here takes."""
+    for name in names:
+        advice = ADVICE.get(ALIASES.get(name, name))
+        if advice:
+            raise TypeError(f"{function}() does not support {name}: {advice}")
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
