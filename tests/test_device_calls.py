@@ -197,7 +197,7 @@ def test_read_in_place(gpu):
     q2, k2 = aligned(rng.normal(size=(2, 7, 2, 16)).astype(np.float16)), rng.normal(size=(2, 7, 16, 2)).astype(np.float16)
     host = [q1, k1, q2, k2.swapaxes(2, 3)]
     inputs = [on_cuda(a) for a in host]
-    kl, state = skl.forward(*inputs, layout="bshd")
+    kl, _ = skl.forward(*inputs, layout="bshd")
     seen = gpu.forward.calls[-1][2]
     for name, array in zip(SIDES[:3], host, strict=False):
         assert seen[name].pointer == array.__array_interface__["data"][0]
