@@ -56,10 +56,17 @@ struct RowStats {
   float kl, ref1, logsum1, ref2, logsum2;
 };
 
+// Splits a normal positive sum into its exponent, returned, and its mantissa's logarithm, below 1: a large one would round by more.
+__device__ __forceinline__ float whole_log2(float sum, float& fraction) {
+  fraction = log2f(__int_as_float((__float_as_int(sum) & 0x007fffff) | 0x3f800000));
+  return static_cast<float>((__float_as_int(sum) >> 23) - 127);
+}
+
 __device__ __forceinline__ RowStats finish(const OnlineRow& r) {
   if (r.sum1 == 0.0f) return {0.0f, 0.0f, -__int_as_float(0x7f800000), 0.0f, -__int_as_float(0x7f800000)};
-  const float logsum1 = log2f(r.sum1), logsum2 = log2f(r.sum2);
-  return {(r.product / r.sum1 + (logsum2 - logsum1)) * kLn2, r.ref1, logsum1, r.ref2, logsum2};
+  float logsum1, logsum2;
+  const float whole1 = whole_log2(r.sum1, logsum1), whole2 = whole_log2(r.sum2, logsum2);
+  return {(r.product / r.sum1 + ((whole2 - whole1) + (logsum2 - logsum1))) * kLn2, r.ref1 + whole1, logsum1, r.ref2 + whole2, logsum2};
 }
 
 __device__ __forceinline__ void store(const RowStatsArrays& rows, i64 index, const RowStats& row) {

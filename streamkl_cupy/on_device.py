@@ -97,7 +97,8 @@ def explain(call, wrt, dtype) -> list[str]:
         lines.append(f"{name}: copied once a call, {padding.buffer_bytes(array.shape, array.dtype)} bytes: {padding.reason_to_copy(array)}")
     if not lines:
         lines.append("inputs: read in place")
-    lines += forward_kernels.explain(problem, index)
+    addressable = forward_kernels.tensor_map.addressable(problem, *(call.views[n] for n in ("k1", "k2")))
+    lines += forward_kernels.explain(problem, index, addressable)
     lines += kernels.explain(problem, wrt, dtype, index)
     for name in padding.padded_gradients(call.problem, wrt):
         size = padding.buffer_bytes(call.problem.shape(name), dtype)

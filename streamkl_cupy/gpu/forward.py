@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import ArrayView
 from ..problem import Problem
-from . import merge, parameters, tiles
+from . import merge, parameters, tensor_map, tiles
 from .device import DeviceInfo, device_info
 from .launch import grid_blocks, kernel, launch, plain_kernel
 
@@ -28,10 +28,10 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(problem: Problem, device_index: int) -> Plan:
+def plan(problem: Problem, device_index: int, tensor_maps: bool) -> Plan:
     """The kernel, its grid, and over how many blocks the keys of a row tile are split."""
     device = device_info(device_index)
-    spec = tiles.forward(problem, device)
+    spec = tiles.forward(problem, device, tensor_maps)
     blocks = grid_blocks(problem, problem.seqlen_q, problem.heads, spec.tile.rows)
     return Plan(spec, blocks, _splits(problem, spec, blocks, device))
 
@@ -50,7 +50,7 @@ def _splits(problem: Problem, spec: tiles.Specialisation, blocks: int, device: D
 
 def workspace_bytes(problem: Problem, device_index: int) -> int:
     """Bytes of scratch: the splits' rows where the keys are split, and the partial sums of a reduction."""
-    splits = plan(problem, device_index).splits
+    splits = max(plan(problem, device_index, maps).splits for maps in (False, True))
     parts = ROW_BYTES * splits * problem.rows if splits > 1 else 0
     return max(parts, reduce_bytes(problem))
 
@@ -60,11 +60,11 @@ def reduce_bytes(problem: Problem) -> int:
 
 
 def warm(problem: Problem, device_index: int) -> None:
-    """Compiles and loads everything that `run` launches."""
-    chosen = plan(problem, device_index)
-    kernel(chosen.spec, device_index)
-    if chosen.splits > 1:
-        plain_kernel("forward_merge.cu", "forward_merge", device_index)
+    """Compiles and loads everything that `run` and `merge` launch."""
+    plans = [plan(problem, device_index, maps) for maps in (False, True)]
+    for chosen in plans:
+        kernel(chosen.spec, device_index)
+    plain_kernel("forward_merge.cu", "forward_merge", device_index)
     if problem.reduction != "none":
         _reduce_kernels(device_index)
 
@@ -72,14 +72,16 @@ def warm(problem: Problem, device_index: int) -> None:
 def run(problem: Problem, views, rows, reduced, workspace: ArrayView | None, stream: int, *, allocate) -> None:
     """Fills `rows` (and `reduced`, a value and a factor) for validated arguments, on `stream`, with q1's device current."""
     device_index = views["q1"].device[1]
-    spec, blocks, splits = plan(problem, device_index)
+    spec, blocks, splits = plan(problem, device_index, tensor_map.addressable(problem, views["k1"], views["k2"]))
     if blocks:
         scratch = workspace
         if splits > 1 and scratch is None:
             scratch = allocate(ROW_BYTES * splits * problem.rows)
         target = rows if splits == 1 else split_rows(scratch.pointer, problem.rows * splits)
         args = (parameters.fill_problem(problem, views, views, rows), parameters.forward_output(target, problem.rows))
-        launch(kernel(spec, device_index), (blocks, splits), spec.tile.threads, args, stream, spec.shared_bytes)
+        if spec.accelerated:
+            args += tuple(tensor_map.keys_map(problem, views[name], spec.tile.streamed) for name in ("k1", "k2"))
+        launch(kernel(spec, device_index), (blocks, splits), spec.tile.threads + 128 * spec.accelerated, args, stream, spec.shared_bytes)
         if splits > 1:
             merge.launch_merge(target, (problem.rows,) * 5, splits, rows, problem.rows, device_index, stream)
     if reduced is not None:
@@ -112,9 +114,9 @@ def reduce_rows(problem: Problem, rows, reduced, workspace: ArrayView | None, al
     launch(second, (1,), REDUCE_THREADS, args, stream)
 
 
-def explain(problem: Problem, device_index: int) -> list[str]:
+def explain(problem: Problem, device_index: int, tensor_maps: bool) -> list[str]:
     """One line on the kernel, one on the grid, one on the memory."""
-    spec, blocks, splits = plan(problem, device_index)
+    spec, blocks, splits = plan(problem, device_index, tensor_maps)
     tile = spec.tile
     return [
         f"forward: {spec.source} on {device_info(device_index).name}, tile {tile.rows} x {tile.streamed} ({tile.reason})",

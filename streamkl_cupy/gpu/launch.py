@@ -8,7 +8,7 @@ import cupy
 
 from ..problem import Problem
 from .compile import load
-from .device import device_info
+from .device import arch_for, device_info
 from .tiles import Specialisation
 
 LARGEST_GRID = 2**31 - 1
@@ -32,7 +32,9 @@ def grid_blocks(problem: Problem, rows: int, heads: int, tile_rows: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def kernel(spec: Specialisation, device_index: int):
     """The loaded kernel of a specialisation on a device."""
-    return load(spec.source, spec.entry, spec.defines, device_info(device_index).arch, device_index, spec.shared_bytes)
+    info = device_info(device_index)
+    arch = arch_for(info.capability, accelerated=True) if spec.accelerated else info.arch
+    return load(spec.source, spec.entry, spec.defines, arch, device_index, spec.shared_bytes)
 
 
 @functools.lru_cache(maxsize=64)

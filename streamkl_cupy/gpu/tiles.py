@@ -56,6 +56,8 @@ class Specialisation:
     defines: tuple[tuple[str, int | str], ...]
     shared_bytes: int
     spill_budget: int
+    accelerated: bool = False
+    """Compiled for sm_90a, and given tensor maps of the keys."""
 
 
 FORWARD = (
@@ -88,6 +90,15 @@ BACKWARD_BOTH = (
     Tile(4, 1, 32, 3, 2, "two results; a third slice keeps both sides' keys until their gradients are taken"),
     Tile(2, 1, 32, 3, 2, "where 64 rows of both sides do not fit"),
 )
+FORWARD_SM90 = (
+    Tile(12, 1, 80, 6, 1, "three warpgroups of 64 rows take turns at products and exponentials; 80 keys are the most that do not spill"),
+)
+"""For compute capability 9.0. `warps` counts consumers; one more warpgroup copies."""
+
+FORWARD_SM90_HEAD_DIM = 128
+"""Wider queries would not fit the registers that hold them."""
+OWN_TILE_BYTES = 128
+
 CHUNKED_FORWARD = {False: (), True: ()}
 CHUNKED_BACKWARD = {False: (), True: ()}
 
@@ -101,9 +112,28 @@ def chunked(problem: Problem) -> bool:
     return problem.dtype == "float32" or max(problem.head_dim1, problem.head_dim2) > HEAD_DIM_CLASSES[-1]
 
 
-def forward(problem: Problem, device: DeviceInfo) -> Specialisation:
-    """The forward kernel of a problem. RuntimeError where no row fits the device."""
+def forward(problem: Problem, device: DeviceInfo, tensor_maps: bool) -> Specialisation:
+    """The forward kernel of a problem; `tensor_maps`: whether the bulk copy engine can address its keys. RuntimeError where no
+    row fits the device."""
+    if tensor_maps and hopper(problem, device):
+        return choose(_hopper_rows(problem), device)
     return choose(_forward_rows(problem), device)
+
+
+def hopper(problem: Problem, device: DeviceInfo) -> bool:
+    """Whether a problem on this device takes the Hopper forward kernel."""
+    return device.capability == (9, 0) and problem.dtype != "float32" and max(problem.head_dim1, problem.head_dim2) <= FORWARD_SM90_HEAD_DIM
+
+
+def _hopper_rows(problem: Problem) -> list[Specialisation]:
+    return [_hopper_row(problem.dtype, head_dim_class(problem.head_dim1), head_dim_class(problem.head_dim2), t) for t in FORWARD_SM90]
+
+
+def _hopper_row(dtype: str, d1: int, d2: int, tile: Tile) -> Specialisation:
+    defines = (("ELEMENT", ELEMENTS[dtype]), ("HEAD_DIM1", d1), ("HEAD_DIM2", d2))
+    defines += (("KEYS", tile.streamed), ("STAGES", tile.stages))
+    shared = tile.stages * (tile.streamed * 128 * -(-max(d1, d2) // 64) + 16) + tile.rows * 128 * -(-d2 // 64) + OWN_TILE_BYTES
+    return Specialisation("forward_sm90.cu", "forward_sm90", tile, defines, shared, 0, accelerated=True)
 
 
 def backward(problem: Problem, own: str, sides: tuple[int, ...], device: DeviceInfo) -> Specialisation:
@@ -197,6 +227,8 @@ def every_row(full: bool = False) -> Iterator[Specialisation]:
 def _every_plain_row(dtype: str, d1: int, d2: int) -> Iterator[Specialisation]:
     problem = Problem("bhsd", dtype, 1, 1, 1, 1, 1, 1, d1, d2, 1.0, 1.0)
     yield from _forward_rows(problem)
+    if max(d1, d2) <= FORWARD_SM90_HEAD_DIM:
+        yield from _hopper_rows(problem)
     for own, sides in (("q", (1,)), ("k", (1,)), ("q", (2,)), ("k", (2,)), *launches(problem, ("q1", "k1", "q2", "k2"))):
         yield from _backward_rows(problem, own, sides)
 

@@ -1,0 +1,217 @@
+// KL forward on Hopper: TMA and wgmma, float16 and bfloat16, head dimensions up to 128.
+//
+//   S_t = Q_t K_t^T,  then per row the online state of row_stats.cuh over all visible keys
+//
+// Three consumer warpgroups own 64 query rows each. One producer thread brings slices of keys, K1 and K2 of a tile in turn, through
+// a ring in shared memory. Within a warpgroup products and exponentials alternate; across the three they overlap, each needing the
+// tensor cores a third of the time and the exponential unit another third. Q1 is held in registers as the products' left operand,
+// which saves a third of the traffic out of shared memory; both sides' would leave no registers for a tile of 80 keys.
+//
+// No running maximum: a tile is summed under the references there are, and where its sums come out too large for them (as for the
+// first tile, under no reference at all) once more under new ones, from the logits that are still there.
+//
+// Specialised by: ELEMENT, HEAD_DIM1, HEAD_DIM2 (padded), KEYS (of a tile), STAGES (slices in the ring).
+#include "problem.cuh"
+#include "mask.cuh"
+#include "row_stats.cuh"
+#include "ptx_sm80.cuh"
+#include "ptx_sm90.cuh"
+#include "tile.cuh"
+#include "blocks.cuh"
+#include "forward.cuh"
+
+using Element = ELEMENT;
+constexpr int kConsumers = 3;
+constexpr int kThreads = 128 * (kConsumers + 1);
+constexpr int kRows = 64 * kConsumers;
+constexpr int kKeys = KEYS;
+constexpr int kColumnBlocks = kKeys / 8;
+// Operands in shared memory come in chunks of 64 columns: rows of 128 bytes, swizzled alike by TileLayout and by the copy engine.
+constexpr int kChunk = 64, kChunkRowBytes = 128;
+constexpr int kChunks1 = (HEAD_DIM1 + kChunk - 1) / kChunk, kChunks2 = (HEAD_DIM2 + kChunk - 1) / kChunk;
+constexpr int kKeyChunkBytes = kKeys * kChunkRowBytes, kQueryChunkBytes = kRows * kChunkRowBytes;
+constexpr int kSliceBytes = kKeyChunkBytes * (kChunks1 > kChunks2 ? kChunks1 : kChunks2);
+static_assert(kKeyChunkBytes % 1024 == 0, "a swizzled operand starts at a multiple of 1024 bytes");
+
+// Consumers and producer walk the same ring.
+struct RingPosition {
+  int slot = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == STAGES) slot = 0, parity ^= 1;
+  }
+};
+
+// A warp's rows as operand registers; rows and columns that do not exist are zero.
+__device__ __forceinline__ void load_queries(u32 (&fragments)[HEAD_DIM1 / 16][4], const Element* head, i64 row_stride, int first_row,
+                                             int valid_end, int columns, const Lane& lane) {
+#pragma unroll
+  for (int k = 0; k < HEAD_DIM1 / 16; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = first_row + lane.row + 8 * (i % 2), column = 16 * k + lane.column + 8 * (i / 2);
+      fragments[k][i] = row < valid_end && column < columns ? *reinterpret_cast<const u32*>(head + row * row_stride + column) : 0u;
+    }
+  }
+}
+
+// Starts a tile's logits. `rows(k)` is the left operand of k-step k, in registers or a descriptor.
+template <int kHeadDim, typename Rows>
+__device__ __forceinline__ void start_scores(float (&s)[4 * kColumnBlocks], const Rows& rows, u32 slice) {
+  const u64 keys = wgmma_descriptor(slice);
+  hold(s);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kHeadDim / 16; ++k) wgmma(Element(), s, rows(k), keys + (k / 4 * kKeyChunkBytes + k % 4 * 32) / 16, k > 0);
+  wgmma_commit();
+}
+
+// Above this a sum of exponentials asks for a new reference: far from overflow, and exponents of this size cost no precision.
+constexpr float kTooLarge = 65536.0f;
+
+template <bool kMasked>
+__device__ __forceinline__ void update_optimistic(OnlineRow (&online)[2], const float (&s1)[4 * kColumnBlocks],
+                                                  const float (&s2)[4 * kColumnBlocks], float log2_scale1, float log2_scale2) {
+  float sum1[2], sum2[2], product[2];
+  auto sum_up = [&] {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) sum1[half] = sum2[half] = product[half] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 4 * kColumnBlocks; ++j) {
+      const int half = j / 2 % 2;
+      const float x1 = fmaf(s1[j], log2_scale1, -online[half].ref1), x2 = fmaf(s2[j], log2_scale2, -online[half].ref2);
+      const float p1 = exp2_approx(x1), p2 = exp2_approx(x2);
+      sum1[half] += p1;
+      sum2[half] += p2;
+      // A hidden key has x1 - x2 = NaN; where p1 is 0 the term is 0 all the same.
+      if (!kMasked || p1 > 0.0f) product[half] = fmaf(p1, x1 - x2, product[half]);
+    }
+  };
+  sum_up();
+  if (__any_sync(0xffffffffu, !(fmaxf(fmaxf(sum1[0], sum1[1]), fmaxf(sum2[0], sum2[1])) < kTooLarge))) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float top1 = -kInfinity, top2 = -kInfinity;
+#pragma unroll
+      for (int n = 0; n < kColumnBlocks; ++n) {
+        top1 = fmaxf(top1, fmaxf(s1[4 * n + 2 * half], s1[4 * n + 2 * half + 1]));
+        top2 = fmaxf(top2, fmaxf(s2[4 * n + 2 * half], s2[4 * n + 2 * half + 1]));
+      }
+      online[half].rebase(fmaxf(online[half].ref1, ceilf(top1 * log2_scale1)), fmaxf(online[half].ref2, ceilf(top2 * log2_scale2)));
+    }
+    sum_up();
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    online[half].sum1 += sum1[half];
+    online[half].sum2 += sum2[half];
+    online[half].product += product[half];
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+forward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ ForwardOutput output, const __grid_constant__ TensorMap k1_map,
+             const __grid_constant__ TensorMap k2_map) {
+  // Storage.
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const u32 slices = shared_address(shared);
+  const u32 q2_tile = slices + STAGES * kSliceBytes;
+  const u32 full = q2_tile + kChunks2 * kQueryChunkBytes, empty = full + 8 * STAGES;
+  // The consumers look it up at edges and at the end: no registers are left to keep it in.
+  OwnTile& kept_rows = *reinterpret_cast<OwnTile*>(shared + (empty + 8 * STAGES - slices));
+
+  // Whose rows, and which keys they see.
+  const OwnTile rows = query_tile(problem, blockIdx.x, kRows);
+  if (rows.begin >= rows.end) return;
+  const Sequence& s = rows.sequence;
+  const Span tiles = share_of(keys_seen_by_some(rows.band, rows.begin, rows.valid_end), kKeys, blockIdx.y, gridDim.y);
+  const Span unmasked = keys_seen_by_all(rows.band, rows.begin, rows.valid_end);
+
+  // Q2 and the barriers.
+  const Element* q2 = head_rows<Element>(problem.q2, s.batch_index, rows.head, s.q_begin);
+  for (int c = 0; c < kChunks2; ++c)
+    copy_tile_async<Element, kRows, kChunk, kThreads>(q2_tile + c * kQueryChunkBytes, q2 + c * kChunk, problem.q2.row_stride, rows.begin,
+                                                      {rows.begin, rows.valid_end}, problem.head_dim2 - c * kChunk);
+  copy_async_commit();
+  copy_async_wait<0>();
+  const int working = (rows.valid_end - rows.begin + 63) / 64;  // warpgroups that own a row; the others have nothing to do
+  if (threadIdx.x == 0) {
+    kept_rows = rows;
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, working);
+    }
+  }
+  proxy_fence();  // what ordinary stores wrote, the copy engine and the tensor cores read
+  __syncthreads();
+
+  const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
+  if (warpgroup == kConsumers) {
+    // Producer.
+    registers_give<32>();
+    if (threadIdx.x == 128 * kConsumers) {
+      prefetch_tensor_map(&k1_map);
+      prefetch_tensor_map(&k2_map);
+      RingPosition ring;
+      auto bring = [&](const TensorMap* map, int chunks, int key, int head) {
+        barrier_wait(empty + 8 * ring.slot, ring.parity ^ 1);
+        barrier_arrive_expect(full + 8 * ring.slot, chunks * kKeyChunkBytes);
+        for (int c = 0; c < chunks; ++c)
+          copy_box_4d(slices + ring.slot * kSliceBytes + c * kKeyChunkBytes, map, full + 8 * ring.slot, c * kChunk, key, head, s.batch_index);
+        ring.advance();
+      };
+      const int head1 = rows.head / (problem.heads / problem.heads_k1), head2 = rows.head / (problem.heads / problem.heads_k2);
+      for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+        const int key = static_cast<int>(s.k_begin) + tile * kKeys;
+        bring(&k1_map, kChunks1, key, head1);
+        bring(&k2_map, kChunks2, key, head2);
+      }
+    }
+  } else {
+    // Consumers.
+    registers_take<160>();
+    const Lane lane;
+    const int warp_row = 64 * warpgroup + static_cast<int>(threadIdx.x) % 128 / 32 * 16;
+    u32 q1[HEAD_DIM1 / 16][4];
+    load_queries(q1, head_rows<Element>(problem.q1, s.batch_index, rows.head, s.q_begin), problem.q1.row_stride, rows.begin + warp_row,
+                 rows.valid_end, problem.head_dim1, lane);
+    const u64 q2_rows = wgmma_descriptor(q2_tile + warpgroup * 64 * kChunkRowBytes);
+    auto rows1 = [&](int k) -> const u32(&)[4] { return q1[k]; };
+    auto rows2 = [&](int k) { return q2_rows + (k / 4 * kQueryChunkBytes + k % 4 * 32) / 16; };
+    OnlineRow online[1][2];
+    online[0][0].clear(), online[0][1].clear();
+
+    RingPosition ring;
+    auto await_slice = [&] {
+      barrier_wait(full + 8 * ring.slot, ring.parity);
+      return slices + ring.slot * kSliceBytes;
+    };
+    for (int tile = tiles.begin; tile < tiles.end && warpgroup < working; ++tile) {
+      float scores1[1][kColumnBlocks][4], scores2[1][kColumnBlocks][4];
+      auto& s1 = reinterpret_cast<float(&)[4 * kColumnBlocks]>(scores1);
+      auto& s2 = reinterpret_cast<float(&)[4 * kColumnBlocks]>(scores2);
+      const int slot1 = ring.slot;
+      start_scores<HEAD_DIM1>(s1, rows1, await_slice());
+      ring.advance();
+      const int slot2 = ring.slot;
+      start_scores<HEAD_DIM2>(s2, rows2, await_slice());
+      ring.advance();
+      wgmma_wait<0>();
+      hold(s1);
+      hold(s2);
+      if (threadIdx.x % 128 == 0) {
+        barrier_arrive(empty + 8 * slot1);
+        barrier_arrive(empty + 8 * slot2);
+      }
+      const int first_key = tile * kKeys;
+      if (first_key >= unmasked.begin && first_key + kKeys <= unmasked.end) {
+        update_optimistic<false>(online[0], s1, s2, problem.log2_scale1, problem.log2_scale2);
+      } else {
+        hide_unseen(scores1, scores2, kept_rows.band, kept_rows.begin + warp_row, first_key, lane);
+        update_optimistic<true>(online[0], s1, s2, problem.log2_scale1, problem.log2_scale2);
+      }
+    }
+
+    write_rows(online, problem, output, kept_rows, warp_row, lane);
+  }
+}
