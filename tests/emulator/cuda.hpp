@@ -1,14 +1,13 @@
 // What NVRTC has built in, for g++: the part of it that the kernels use.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 
 #include "block.hpp"
+#include "shared_memory.hpp"
 
 #define __global__
 #define __device__

@@ -159,7 +159,7 @@ def _toolchain() -> str:
     if COMPILER is None:
         raise RuntimeError("there is no g++, which compiles the kernels for the CPU")
     target = subprocess.run([COMPILER, "-march=native", "-Q", "--help=target", "--version"], capture_output=True, text=True).stdout
-    return target + "".join((HERE / name).read_text() for name in ("fibers.hpp", "block.hpp", "cuda.hpp"))
+    return target + "".join(path.read_text() for path in sorted(HERE.glob("*.hpp")))
 
 
 def _compile(source: str) -> Path:
