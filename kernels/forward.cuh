@@ -1,11 +1,28 @@
 // What the forward kernels share once they hold a tile of logits: masking, the online update, and writing the rows.
 #pragma once
 
-// Where the rows go. Split over the keys, every split writes rows of its own, `split_stride` apart, and forward_merge.cu joins them.
+// Where the rows go. The first `whole_tiles` row tiles have a block each. The others, too few to fill the card, have `splits`
+// blocks each, over a part of the keys; their rows go to `partial`, compact, splits `partial_stride` apart, and are merged after.
 struct ForwardOutput {
   RowStatsArrays rows;
-  i64 split_stride;
+  RowStatsArrays partial;
+  i64 partial_stride;
+  int whole_tiles;
+  int splits;
 };
+
+// Which row tile this block works on, over which share of the keys.
+struct Share {
+  i64 tile;
+  int split, splits;
+};
+
+__device__ __forceinline__ Share share_of_block(const ForwardOutput& output) {
+  const i64 block = blockIdx.x;
+  if (block < output.whole_tiles) return {block, 0, 1};
+  const i64 beyond = block - output.whole_tiles;
+  return {output.whole_tiles + beyond / output.splits, static_cast<int>(beyond % output.splits), output.splits};
+}
 
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 
@@ -75,8 +92,12 @@ __device__ __forceinline__ void update(OnlineRow (&online)[kRowBlocks][2], const
 // Joins the states that the four lanes of a quad hold for the same rows, and writes them.
 template <int kRowBlocks>
 __device__ __forceinline__ void write_rows(OnlineRow (&online)[kRowBlocks][2], const Problem& problem, const ForwardOutput& output,
-                                           const OwnTile& rows, int warp_row, const Lane& lane) {
-  const i64 base = blockIdx.y * output.split_stride + row_arrays_offset(problem, rows.sequence, rows.head);
+                                           const OwnTile& rows, int tile_rows, int warp_row, const Lane& lane) {
+  const Share share = share_of_block(output);
+  const bool whole = share.tile < output.whole_tiles;
+  const RowStatsArrays& target = whole ? output.rows : output.partial;
+  const i64 base = whole ? row_arrays_offset(problem, rows.sequence, rows.head) + rows.begin
+                         : share.split * output.partial_stride + (share.tile - output.whole_tiles) * tile_rows;
 #pragma unroll
   for (int m = 0; m < kRowBlocks; ++m) {
 #pragma unroll
@@ -92,9 +113,9 @@ __device__ __forceinline__ void write_rows(OnlineRow (&online)[kRowBlocks][2], c
         other.product = __shfl_xor_sync(0xffffffffu, row.product, distance);
         row.merge(other);
       }
-      const int index = rows.begin + warp_row + 16 * m + 8 * half + lane.row;
-      if (index >= rows.valid_end) row.clear();
-      if (lane.column == 0 && index < rows.end) store(output.rows, base + index, finish(row));
+      const int index = warp_row + 16 * m + 8 * half + lane.row;
+      if (rows.begin + index >= rows.valid_end) row.clear();
+      if (lane.column == 0 && rows.begin + index < rows.end) store(target, base + index, finish(row));
     }
   }
 }

@@ -34,11 +34,12 @@ forward(const __grid_constant__ Problem problem, const __grid_constant__ Forward
   const u32 slices = q2_tile + kRows * Layout2::kRowBytes;
 
   // Whose rows, and which keys they see.
-  const OwnTile rows = query_tile(problem, blockIdx.x, kRows);
+  const Share share = share_of_block(output);
+  const OwnTile rows = query_tile(problem, share.tile, kRows);
   if (rows.begin >= rows.end) return;
   const Span keys = keys_seen_by_some(rows.band, rows.begin, rows.valid_end);
   const Span unmasked = keys_seen_by_all(rows.band, rows.begin, rows.valid_end);
-  const Span tiles = share_of(keys, kKeys, blockIdx.y, gridDim.y);
+  const Span tiles = share_of(keys, kKeys, share.split, share.splits);
 
   // Copies.
   const Sequence& s = rows.sequence;
@@ -78,5 +79,5 @@ forward(const __grid_constant__ Problem problem, const __grid_constant__ Forward
   }
   copy_async_wait<0>();
 
-  write_rows(online, problem, output, rows, warp_row, lane);
+  write_rows(online, problem, output, rows, kRows, warp_row, lane);
 }

@@ -121,19 +121,14 @@ forward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ Fo
   OwnTile& kept_rows = *reinterpret_cast<OwnTile*>(shared + (empty + 8 * STAGES - slices));
 
   // Whose rows, and which keys they see.
-  const OwnTile rows = query_tile(problem, blockIdx.x, kRows);
+  const Share share = share_of_block(output);
+  const OwnTile rows = query_tile(problem, share.tile, kRows);
   if (rows.begin >= rows.end) return;
   const Sequence& s = rows.sequence;
-  const Span tiles = share_of(keys_seen_by_some(rows.band, rows.begin, rows.valid_end), kKeys, blockIdx.y, gridDim.y);
+  const Span tiles = share_of(keys_seen_by_some(rows.band, rows.begin, rows.valid_end), kKeys, share.split, share.splits);
   const Span unmasked = keys_seen_by_all(rows.band, rows.begin, rows.valid_end);
 
-  // Q2 and the barriers.
-  const Element* q2 = head_rows<Element>(problem.q2, s.batch_index, rows.head, s.q_begin);
-  for (int c = 0; c < kChunks2; ++c)
-    copy_tile_async<Element, kRows, kChunk, kThreads>(q2_tile + c * kQueryChunkBytes, q2 + c * kChunk, problem.q2.row_stride, rows.begin,
-                                                      {rows.begin, rows.valid_end}, problem.head_dim2 - c * kChunk);
-  copy_async_commit();
-  copy_async_wait<0>();
+  // Barriers.
   const int working = (rows.valid_end - rows.begin + 63) / 64;  // warpgroups that own a row; the others have nothing to do
   if (threadIdx.x == 0) {
     kept_rows = rows;
@@ -141,8 +136,8 @@ forward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ Fo
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, working);
     }
+    proxy_fence();
   }
-  proxy_fence();  // what ordinary stores wrote, the copy engine and the tensor cores read
   __syncthreads();
 
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
@@ -170,11 +165,19 @@ forward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ Fo
   } else {
     // Consumers.
     registers_take<160>();
+    const Element* q2 = head_rows<Element>(problem.q2, s.batch_index, rows.head, s.q_begin);
+    for (int c = 0; c < kChunks2; ++c)
+      copy_tile_async<Element, kRows, kChunk, 128 * kConsumers>(q2_tile + c * kQueryChunkBytes, q2 + c * kChunk, problem.q2.row_stride,
+                                                                rows.begin, {rows.begin, rows.valid_end}, problem.head_dim2 - c * kChunk);
+    copy_async_commit();
     const Lane lane;
     const int warp_row = 64 * warpgroup + static_cast<int>(threadIdx.x) % 128 / 32 * 16;
     u32 q1[HEAD_DIM1 / 16][4];
     load_queries(q1, head_rows<Element>(problem.q1, s.batch_index, rows.head, s.q_begin), problem.q1.row_stride, rows.begin + warp_row,
                  rows.valid_end, problem.head_dim1, lane);
+    copy_async_wait<0>();
+    proxy_fence();  // what ordinary copies wrote, the tensor cores read
+    named_barrier<1, 128 * kConsumers>();
     const u64 q2_rows = wgmma_descriptor(q2_tile + warpgroup * 64 * kChunkRowBytes);
     auto rows1 = [&](int k) -> const u32(&)[4] { return q1[k]; };
     auto rows2 = [&](int k) { return q2_rows + (k / 4 * kQueryChunkBytes + k % 4 * 32) / 16; };
@@ -212,6 +215,6 @@ forward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ Fo
       }
     }
 
-    write_rows(online, problem, output, kept_rows, warp_row, lane);
+    write_rows(online, problem, output, kept_rows, kRows, warp_row, lane);
   }
 }

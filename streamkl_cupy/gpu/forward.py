@@ -16,43 +16,60 @@ from .launch import grid_blocks, kernel, launch, plain_kernel
 ROW_BYTES = 20
 """Five float32 a row: what a split leaves behind until it is merged."""
 
+LEAST_KEY_TILES, MOST_TAIL_SPLITS = 8, 8
+SPLIT_COST = 0.01
+"""Waves that one more split costs: blocks that start, and rows that are merged."""
+
 REDUCE_THREADS, REDUCE_BLOCKS = 256, 256
 TOTAL_BYTES = 16
 NAMES = ("kl", "ref1", "logsum1", "ref2", "logsum2")
 
 
 class Plan(NamedTuple):
+    """`whole` row tiles have a block each, the other `split` ones `splits` blocks each over a part of the keys."""
+
     spec: tiles.Specialisation
-    blocks: int
+    whole: int
+    split: int
     splits: int
+
+    @property
+    def partial_rows(self) -> int:
+        return self.split * self.spec.tile.rows * self.splits
 
 
 @functools.lru_cache(maxsize=1024)
 def plan(problem: Problem, device_index: int, tensor_maps: bool) -> Plan:
-    """The kernel, its grid, and over how many blocks the keys of a row tile are split."""
+    """The kernel, its grid, and which row tiles are split over the keys."""
     device = device_info(device_index)
     spec = tiles.forward(problem, device, tensor_maps)
-    blocks = grid_blocks(problem, problem.seqlen_q, problem.heads, spec.tile.rows)
-    return Plan(spec, blocks, _splits(problem, spec, blocks, device))
+    return split_tail(problem, spec, grid_blocks(problem, problem.seqlen_q, problem.heads, spec.tile.rows), device)
 
 
-def _splits(problem: Problem, spec: tiles.Specialisation, blocks: int, device: DeviceInfo) -> int:
-    """Splits that fill the card when the row tiles alone do not; each keeps two tiles of keys or more.
+def split_tail(problem: Problem, spec: tiles.Specialisation, blocks: int, device: DeviceInfo) -> Plan:
+    """Splits the row tiles that are left over after whole waves of blocks, so that the last wave, too, fills the card.
 
-    More blocks than the card holds at once would be no faster, and every split costs a merge: floor, not ceiling.
+    `splits` blocks for each of r left tiles take ceil(r * splits / capacity) / splits waves. Each keeps some tiles of keys, so
+    that it is worth its start. Under a mask the last tiles are the lightest and fill the gaps themselves, unless there are no
+    others.
     """
     resident = min(spec.tile.min_blocks, device.shared_memory_per_multiprocessor // (spec.shared_bytes + tiles.RESERVED_BYTES))
     capacity = device.multiprocessors * max(resident, 1)
+    whole = blocks // capacity * capacity
+    left = blocks - whole
     keys = problem.seqlen_k // max(problem.batch, 1) if problem.packed else problem.seqlen_k
-    key_tiles = -(-keys // spec.tile.streamed)
-    return max(1, min(capacity // max(blocks, 1), key_tiles // 2))
+    most = -(-keys // spec.tile.streamed) // (LEAST_KEY_TILES if whole else 2)
+    if not left or most < 2 or (whole and (problem.masked or problem.packed)):
+        return Plan(spec, blocks, 0, 1)
+    most = min(most, max(1, capacity // left) if not whole else MOST_TAIL_SPLITS)
+    splits = min(range(1, most + 1), key=lambda n: -(-left * n // capacity) / n + SPLIT_COST * n)
+    return Plan(spec, whole, left, splits) if splits > 1 else Plan(spec, blocks, 0, 1)
 
 
 def workspace_bytes(problem: Problem, device_index: int) -> int:
-    """Bytes of scratch: the splits' rows where the keys are split, and the partial sums of a reduction."""
-    splits = max(plan(problem, device_index, maps).splits for maps in (False, True))
-    parts = ROW_BYTES * splits * problem.rows if splits > 1 else 0
-    return max(parts, reduce_bytes(problem))
+    """Bytes of scratch: the splits' rows where tiles are split over the keys, and the partial sums of a reduction."""
+    parts = max(plan(problem, device_index, maps).partial_rows for maps in (False, True))
+    return max(ROW_BYTES * parts, reduce_bytes(problem))
 
 
 def reduce_bytes(problem: Problem) -> int:
@@ -64,7 +81,8 @@ def warm(problem: Problem, device_index: int) -> None:
     plans = [plan(problem, device_index, maps) for maps in (False, True)]
     for chosen in plans:
         kernel(chosen.spec, device_index)
-    plain_kernel("forward_merge.cu", "forward_merge", device_index)
+    for entry in ("forward_merge", "forward_merge_splits"):
+        plain_kernel("forward_merge.cu", entry, device_index)
     if problem.reduction != "none":
         _reduce_kernels(device_index)
 
@@ -72,18 +90,23 @@ def warm(problem: Problem, device_index: int) -> None:
 def run(problem: Problem, views, rows, reduced, workspace: ArrayView | None, stream: int, *, allocate) -> None:
     """Fills `rows` (and `reduced`, a value and a factor) for validated arguments, on `stream`, with q1's device current."""
     device_index = views["q1"].device[1]
-    spec, blocks, splits = plan(problem, device_index, tensor_map.addressable(problem, views["k1"], views["k2"]))
-    if blocks:
-        scratch = workspace
-        if splits > 1 and scratch is None:
-            scratch = allocate(ROW_BYTES * splits * problem.rows)
-        target = rows if splits == 1 else split_rows(scratch.pointer, problem.rows * splits)
-        args = (parameters.fill_problem(problem, views, views, rows), parameters.forward_output(target, problem.rows))
-        if spec.accelerated:
-            args += tuple(tensor_map.keys_map(problem, views[name], spec.tile.streamed) for name in ("k1", "k2"))
-        launch(kernel(spec, device_index), (blocks, splits), spec.tile.threads + 128 * spec.accelerated, args, stream, spec.shared_bytes)
-        if splits > 1:
-            merge.launch_merge(target, (problem.rows,) * 5, splits, rows, problem.rows, device_index, stream)
+    chosen = plan(problem, device_index, tensor_map.addressable(problem, views["k1"], views["k2"]))
+    spec, partial = chosen.spec, rows
+    if chosen.partial_rows:
+        scratch = workspace or allocate(ROW_BYTES * chosen.partial_rows)
+        partial = split_rows(scratch.pointer, chosen.partial_rows)
+    if chosen.whole or chosen.split:
+        stride = chosen.split * spec.tile.rows
+        args = (
+            parameters.fill_problem(problem, views, views, rows),
+            parameters.forward_output(rows, partial, stride, chosen.whole, chosen.splits),
+        )
+        maps = tuple(tensor_map.keys_map(problem, views[name], spec.tile.streamed) for name in ("k1", "k2")) if spec.accelerated else ()
+        blocks, threads = chosen.whole + chosen.split * chosen.splits, spec.tile.threads + 128 * spec.accelerated
+        launch(kernel(spec, device_index), (blocks,), threads, args + maps, stream, spec.shared_bytes)
+        if chosen.split:
+            merge_splits = plain_kernel("forward_merge.cu", "forward_merge_splits", device_index)
+            launch(merge_splits, (chosen.split,), merge.THREADS, (*args, np.int32(spec.tile.rows)), stream)
     if reduced is not None:
         reduce_rows(problem, rows, reduced, workspace, allocate, stream)
 
@@ -116,10 +139,11 @@ def reduce_rows(problem: Problem, rows, reduced, workspace: ArrayView | None, al
 
 def explain(problem: Problem, device_index: int, tensor_maps: bool) -> list[str]:
     """One line on the kernel, one on the grid, one on the memory."""
-    spec, blocks, splits = plan(problem, device_index, tensor_maps)
-    tile = spec.tile
+    chosen = plan(problem, device_index, tensor_maps)
+    spec, tile = chosen.spec, chosen.spec.tile
     return [
         f"forward: {spec.source} on {device_info(device_index).name}, tile {tile.rows} x {tile.streamed} ({tile.reason})",
-        f"forward: {blocks} blocks x {splits} splits of {tile.threads} threads, {spec.shared_bytes} bytes of shared memory a block",
+        f"forward: {chosen.whole} blocks on whole rows, {chosen.split} x {chosen.splits} on a part of the keys, "
+        f"{spec.shared_bytes} bytes of shared memory a block",
         f"forward: {ROW_BYTES * problem.rows} bytes of row statistics, {workspace_bytes(problem, device_index)} bytes of workspace",
     ]

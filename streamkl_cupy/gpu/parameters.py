@@ -38,7 +38,9 @@ PROBLEM = np.dtype(
     + [("padding", I32)],
     align=True,
 )
-FORWARD_OUTPUT = np.dtype([("rows", ROW_STATS), ("split_stride", I64)], align=True)
+FORWARD_OUTPUT = np.dtype(
+    [("rows", ROW_STATS), ("partial", ROW_STATS), ("partial_stride", I64), ("whole_tiles", I32), ("splits", I32)], align=True
+)
 GRADIENT_OUTPUT = np.dtype([(n, MATRIX) for n in SIDES] + [("as_float32", I32), ("padding", I32)], align=True)
 MERGE_INPUT = np.dtype(
     [("first", ROW_STATS)]
@@ -135,9 +137,9 @@ def fill_problem(problem: Problem, matrices, vectors, rows) -> np.ndarray:
     )
 
 
-def forward_output(rows, split_stride: int) -> np.ndarray:
-    """A FORWARD_OUTPUT record: where the row statistics go, and how far apart (in elements) the splits over the keys write."""
-    return _pack_forward_output(*_pointers(rows), split_stride)
+def forward_output(rows, partial, partial_stride: int, whole_tiles: int, splits: int) -> np.ndarray:
+    """A FORWARD_OUTPUT record: where the row statistics go, and where those of tiles that are split over the keys go first."""
+    return _pack_forward_output(*_pointers(rows), *_pointers(partial), partial_stride, whole_tiles, splits)
 
 
 def row_stats(rows) -> np.ndarray:
