@@ -1,0 +1,209 @@
+"""The portable kernels from the launching code down, on CPU arrays: plans, grids, parameters and CUDA sources as a GPU gets them.
+
+Everything that the kernels copy is checked to lie in the inputs; outputs start as NaN, and so does what no row may look at.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from streamkl_cupy import reference
+from streamkl_cupy.arrays import BFLOAT16, view
+from streamkl_cupy.problem import SIDES, VECTORS, Problem
+
+from . import Emulated
+
+pytest.importorskip("cupy", reason="the launching code needs CuPy, though no GPU")
+
+from streamkl_cupy.gpu import backward, forward, merge, parameters
+from streamkl_cupy.gpu.device import DeviceInfo
+
+DTYPES = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+AMPERE = DeviceInfo("an emulated Ampere", (8, 0), "sm_80", 4, 163 << 10, 164 << 10, 40 << 20)
+SMALL = DeviceInfo("an emulated part with 99 KB", (8, 6), "sm_86", 4, 99 << 10, 100 << 10, 6 << 20)
+
+
+class Machine:
+    """Stands for the GPU: takes launches as `gpu.launch.launch` does, and runs them at once."""
+
+    def __init__(self):
+        self.info, self.memory, self.launched = AMPERE, [], []
+
+    def kernel(self, spec, device_index):
+        return Emulated(spec.source, spec.entry, dict(spec.defines))
+
+    def plain_kernel(self, source, entry, device_index):
+        return Emulated(source, entry)
+
+    def launch(self, function, grid, threads, args, stream, shared_bytes=0):
+        report = function.launch(grid, threads, args, shared_bytes, self.memory)
+        assert report.bank_conflicts == 0, function.entry
+        self.launched.append(function.entry)
+
+    def allocate(self, count):
+        self.scratch = np.full(count, 0xFF, np.uint8)
+        return view("scratch", self.scratch)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    machine = Machine()
+    for module in (forward, backward, merge):
+        for name in ("kernel", "plain_kernel", "launch"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, getattr(machine, name))
+        if hasattr(module, "device_info"):
+            monkeypatch.setattr(module, "device_info", lambda index: machine.info)
+    forward.plan.cache_clear()
+    backward.plan.cache_clear()
+    yield machine
+    forward.plan.cache_clear()
+    backward.plan.cache_clear()
+
+
+def views(arrays):
+    return {name: view(name, array) for name, array in arrays.items()}
+
+
+def nan_rows(problem):
+    return {name: np.full(problem.row_shape, np.nan, np.float32) for name in parameters.ROW_STATS.names}
+
+
+def check_kl(rows, arrays, options):
+    right = reference.forward(**arrays, **options)
+    for name, got in (
+        ("kl", rows["kl"]),
+        *((f"lse{t}", (rows[f"ref{t}"].astype(np.float64) + rows[f"logsum{t}"]) * np.log(2)) for t in "12"),
+    ):
+        np.testing.assert_allclose(got, getattr(right, name), rtol=1e-5, atol=1e-5, err_msg=name)
+    return right
+
+
+def unseen(name, arrays, options):
+    """Which rows of an input see no key, or which keys no row sees."""
+    marks = np.ones(arrays[name].shape, bool)
+    for block in reference._Case(**arrays, **options).blocks():
+        marks[block.at[name]] &= ~block.visible.any(axis=1 if name[0] == "q" else 0)[:, None]
+    return marks
+
+
+def run(machine, arrays, wrt=SIDES, weights=None, as_float32=True, **options):
+    """Forward and the wanted gradients against the reference. The options are those of the public `forward`."""
+    given = views(arrays | {name: v for name, v in options.items() if isinstance(v, np.ndarray)})
+    problem = Problem.check(*(given[n] for n in SIDES), **{n: given.get(n, v) for n, v in options.items()})
+    machine.memory = [arrays[n] for n in SIDES]
+    rows = nan_rows(problem)
+    reduced = None
+    if problem.reduction != "none":
+        scalars = [np.full((), np.nan, np.float32) for _ in range(2)]
+        reduced = tuple(view("reduced", a) for a in scalars)
+    forward.run(problem, given, views(rows), reduced, None, 0, allocate=machine.allocate)
+    right = check_kl(rows, arrays, options)
+    if reduced:
+        np.testing.assert_allclose(scalars[0], right.reduced(problem.reduction), rtol=1e-5, atol=1e-5)
+
+    dtype = arrays["q1"].dtype
+    grads = {n: np.full(arrays[n].shape, np.nan, np.float32 if as_float32 else dtype) for n in wrt}
+    given_weights = view("grad_kl", weights) if isinstance(weights, np.ndarray) else weights
+    backward.run(problem, given, views(rows), given_weights, reduced, views(grads), True, None, 0, allocate=machine.allocate)
+    exact = reference.backward(**arrays, grad_kl=weights, wrt=wrt, **options)
+    for name in wrt:
+        got, want = grads[name].astype(np.float64), getattr(exact, name)
+        norm = np.linalg.norm(want)
+        assert norm > 0 and np.linalg.norm(got - want) <= 2 * ROUNDING[dtype.name] * norm, f"d{name}"
+        assert not got[unseen(name, arrays, options)].any(), f"d{name} is not 0 where nothing is seen"
+
+
+def inputs(dtype, layout, heads=(4, 2, 1), n=(37, 113), d=(64, 24), batch=2, seed=0):
+    """Normal values; every size differs from every other one."""
+    rng = np.random.default_rng(seed)
+    arrays = {}
+    for name in SIDES:
+        count = heads[0] if name[0] == "q" else heads[int(name[1])]
+        sizes = {"b": batch, "h": count, "s": n["qk".index(name[0])], "d": d[int(name[1]) - 1], "t": n["qk".index(name[0])]}
+        arrays[name] = rng.normal(size=[sizes[axis] for axis in layout]).astype(DTYPES[dtype])
+    return arrays
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+CASES = {
+    "plain": ("bhsd", {}),
+    "causal": ("bshd", {"causal": True}),
+    "causal from the top left": ("sbhd", {"causal": True, "q_offset": 0}),
+    "window": ("bhsd", {"window": (20, 9)}),
+    "rows that see nothing": ("bshd", {"window": (5, 0), "q_offset": ints(-20, 100)}),
+    "sum": ("bhsd", {"reduction": "sum"}),
+    "mean": ("bhsd", {"reduction": "mean", "causal": True, "q_offset": -10}),
+}
+assert all(name in VECTORS for _, options in CASES.values() for name, v in options.items() if isinstance(v, np.ndarray))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masks_and_layouts(machine, dtype, name):
+    layout, options = CASES[name]
+    run(machine, inputs(dtype, layout), layout=layout, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_padded_batch(machine, dtype):
+    """NaN behind the valid lengths, one of which is 0."""
+    arrays = inputs(dtype, "bhsd", batch=3, n=(140, 70))
+    lengths = {"q": ints(129, 0, 31), "k": ints(70, 12, 49)}
+    for name, array in arrays.items():
+        for index, length in enumerate(lengths[name[0]]):
+            array[index, :, length:] = np.nan
+    run(machine, arrays, seqlens_q=lengths["q"], seqlens_k=lengths["k"], causal=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_segments(machine, dtype):
+    """Zero-length segments on either side, and NaN in the tail that belongs to none."""
+    arrays = inputs(dtype, "thd", n=(211, 170))
+    for name, array in arrays.items():
+        array[{"q": 205, "k": 160}[name[0]] :] = np.nan
+    run(machine, arrays, layout="thd", cu_seqlens_q=ints(0, 0, 140, 150, 150, 205), cu_seqlens_k=ints(0, 30, 100, 100, 150, 160))
+
+
+def test_splits_over_the_keys(machine):
+    run(machine, inputs("bfloat16", "bhsd", n=(37, 700), batch=1), wrt=("q2",))
+    assert machine.launched[:2] == ["forward", "forward_merge_splits"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_sides_in_one_launch_with_row_weights(machine, dtype):
+    """Tiny weights of a float16 array too: g goes in through a power of two."""
+    arrays = inputs(dtype, "bhsd", heads=(4, 2, 2))
+    weights = (np.random.default_rng(1).normal(size=(2, 4, 37)) * 1e-9).astype(np.float32)
+    weights[:, 1] *= 1e6
+    run(machine, arrays, weights=weights)
+    assert machine.launched[-2:] == ["backward_dq", "backward_dk"]
+
+
+def test_gradients_in_the_dtype_of_the_inputs(machine):
+    run(machine, inputs("bfloat16", "bhsd"), weights=0.5, as_float32=False)
+
+
+@pytest.mark.parametrize("info", [AMPERE, SMALL], ids=["164 KB", "99 KB"])
+def test_wide_heads(machine, info):
+    machine.info = info
+    run(machine, inputs("float16", "bhsd", heads=(1, 1, 1), batch=1, n=(70, 45), d=(256, 192)), causal=True)
+
+
+def test_merging_shards(machine):
+    arrays = inputs("bfloat16", "bhsd")
+    parts = []
+    for keys in (slice(0, 50), slice(50, 113)):
+        shard = {n: np.ascontiguousarray(a[:, :, keys]) if n[0] == "k" else a for n, a in arrays.items()}
+        problem = Problem.check(*views(shard).values())
+        machine.memory = list(shard.values())
+        parts.append(nan_rows(problem))
+        forward.run(problem, views(shard), views(parts[-1]), None, None, 0, allocate=machine.allocate)
+    merged = nan_rows(problem)
+    merge.run([views(p) for p in parts], views(merged), problem.row_shape, 0)
+    check_kl(merged, arrays, {})
