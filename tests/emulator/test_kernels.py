@@ -185,6 +185,11 @@ def test_both_sides_in_one_launch_with_row_weights(machine, dtype):
     assert machine.launched[-2:] == ["backward_dq", "backward_dk"]
 
 
+def test_side_2_has_more_key_heads(machine):
+    """The keys of the other side change in the middle of a group; the cases above have more heads on side 1."""
+    run(machine, inputs("bfloat16", "bhsd", heads=(4, 1, 2)), wrt=("k1", "k2"))
+
+
 def test_gradients_in_the_dtype_of_the_inputs(machine):
     run(machine, inputs("bfloat16", "bhsd"), weights=0.5, as_float32=False)
 
