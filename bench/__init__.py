@@ -1,0 +1,1 @@
+"""Microbenchmarks: `python -m bench --help`. Not part of the wheel."""
