@@ -35,7 +35,7 @@ def prepare(case: Case, data: Data) -> Prepared:
     data = data.as_torch()
     flat = [x.flatten(0, 1) for x in data.inputs]
     scale1, scale2 = case.scales
-    hidden = hidden_pairs(case)
+    hidden = hidden_pairs(case, data.q1.device)
     count, keys = case.rows, case.seqlen_k
     zero = torch.zeros((), device="cuda", dtype=data.q1.dtype)
     state = {}

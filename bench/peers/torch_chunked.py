@@ -39,7 +39,7 @@ def prepare(case: Case, data: Data) -> Prepared:
 
     def chunk(rows):
         keys = keys_of(rows)
-        hidden = hidden_pairs(case, rows, keys)
+        hidden = hidden_pairs(case, data.q1.device, rows, keys)
         pair = [log_p(q[:, :, rows], k[:, :, keys], s, hidden) for q, k, s in zip((data.q1, data.q2), (k1, k2), case.scales, strict=True)]
         p1 = pair[0].exp()
         gap = pair[0] - pair[1]
@@ -51,11 +51,8 @@ def prepare(case: Case, data: Data) -> Prepared:
 
     @torch.no_grad()
     def backward():
-        grads = {
-            name: torch.zeros(k1.shape if name == "k1" else k2.shape, dtype=torch.float32, device="cuda")
-            for name in case.wrt
-            if name[0] == "k"
-        }
+        shapes = {"k1": k1.shape, "k2": k2.shape}
+        grads = {name: torch.zeros(shapes[name], device=data.q1.device) for name in case.wrt if name[0] == "k"}
         grads |= {name: torch.empty_like(getattr(data, name)) for name in case.wrt if name[0] == "q"}
         for rows in chunks:
             keys, p1, log_p2, gap, kl = chunk(rows)

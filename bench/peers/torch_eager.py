@@ -36,7 +36,7 @@ def autograd_calls(function, case: Case, data: Data) -> Prepared:
 
     data = data.as_torch()
     leaves = {name: getattr(data, name).detach().requires_grad_(name in case.wrt) for name in SIDES}
-    hidden = hidden_pairs(case)
+    hidden = hidden_pairs(case, data.q1.device)
     state = []
 
     def forward():
@@ -51,16 +51,16 @@ def autograd_calls(function, case: Case, data: Data) -> Prepared:
     return Prepared(forward, backward)
 
 
-def hidden_pairs(case: Case, rows: slice = slice(None), keys: slice = slice(None)):
-    """Bool (rows, keys) on the GPU, True where a row does not see a key; None without a mask."""
+def hidden_pairs(case: Case, device, rows: slice = slice(None), keys: slice = slice(None)):
+    """Bool (rows, keys), True where a row does not see a key; None without a mask."""
     if not case.masked:
         return None
     import torch
 
-    i = torch.arange(case.seqlen_q, device="cuda")[rows, None] + (case.seqlen_k - case.seqlen_q)
-    j = torch.arange(case.seqlen_k, device="cuda")[None, keys]
+    i = torch.arange(case.seqlen_q, device=device)[rows, None] + (case.seqlen_k - case.seqlen_q)
+    j = torch.arange(case.seqlen_k, device=device)[None, keys]
     left, right = case.window
-    hidden = torch.zeros((i.shape[0], j.shape[1]), dtype=torch.bool, device="cuda")
+    hidden = torch.zeros((i.shape[0], j.shape[1]), dtype=torch.bool, device=device)
     if case.causal or right >= 0:
         hidden |= j > i + (0 if case.causal else right)
     if left >= 0:
