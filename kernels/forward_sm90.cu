@@ -18,6 +18,7 @@
 #include "ptx_sm90.cuh"
 #include "tile.cuh"
 #include "blocks.cuh"
+#include "hopper.cuh"
 #include "forward.cuh"
 
 using Element = ELEMENT;
@@ -26,45 +27,9 @@ constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kRows = 64 * kConsumers;
 constexpr int kKeys = KEYS;
 constexpr int kColumnBlocks = kKeys / 8;
-// Operands in shared memory come in chunks of 64 columns: rows of 128 bytes, swizzled alike by TileLayout and by the copy engine.
-constexpr int kChunk = 64, kChunkRowBytes = 128;
-constexpr int kChunks1 = (HEAD_DIM1 + kChunk - 1) / kChunk, kChunks2 = (HEAD_DIM2 + kChunk - 1) / kChunk;
-constexpr int kKeyChunkBytes = kKeys * kChunkRowBytes, kQueryChunkBytes = kRows * kChunkRowBytes;
-constexpr int kSliceBytes = kKeyChunkBytes * (kChunks1 > kChunks2 ? kChunks1 : kChunks2);
-static_assert(kKeyChunkBytes % 1024 == 0, "a swizzled operand starts at a multiple of 1024 bytes");
-
-// Consumers and producer walk the same ring.
-struct RingPosition {
-  int slot = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == STAGES) slot = 0, parity ^= 1;
-  }
-};
-
-// A warp's rows as operand registers; rows and columns that do not exist are zero.
-__device__ __forceinline__ void load_queries(u32 (&fragments)[HEAD_DIM1 / 16][4], const Element* head, i64 row_stride, int first_row,
-                                             int valid_end, int columns, const Lane& lane) {
-#pragma unroll
-  for (int k = 0; k < HEAD_DIM1 / 16; ++k) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = first_row + lane.row + 8 * (i % 2), column = 16 * k + lane.column + 8 * (i / 2);
-      fragments[k][i] = row < valid_end && column < columns ? *reinterpret_cast<const u32*>(head + row * row_stride + column) : 0u;
-    }
-  }
-}
-
-// Starts a tile's logits. `rows(k)` is the left operand of k-step k, in registers or a descriptor.
-template <int kHeadDim, typename Rows>
-__device__ __forceinline__ void start_scores(float (&s)[4 * kColumnBlocks], const Rows& rows, u32 slice) {
-  const u64 keys = wgmma_descriptor(slice);
-  hold(s);
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < kHeadDim / 16; ++k) wgmma(Element(), s, rows(k), keys + (k / 4 * kKeyChunkBytes + k % 4 * 32) / 16, k > 0);
-  wgmma_commit();
-}
+constexpr int kQueryBytes = kRows * kChunkRowBytes * chunks_of(HEAD_DIM2);
+constexpr int kSliceBytes = kKeys * kChunkRowBytes * chunks_of(HEAD_DIM1 > HEAD_DIM2 ? HEAD_DIM1 : HEAD_DIM2);
+static_assert(kKeys % 8 == 0, "a swizzled operand starts at a multiple of 1024 bytes");
 
 // Above this a sum of exponentials asks for a new reference: far from overflow, and exponents of this size cost no precision.
 constexpr float kTooLarge = 65536.0f;
@@ -114,11 +79,10 @@ forward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ Fo
              const __grid_constant__ TensorMap k2_map) {
   // Storage.
   extern __shared__ __align__(1024) unsigned char shared[];
-  const u32 slices = shared_address(shared);
-  const u32 q2_tile = slices + STAGES * kSliceBytes;
-  const u32 full = q2_tile + kChunks2 * kQueryChunkBytes, empty = full + 8 * STAGES;
+  const u32 q2_tile = shared_address(shared);
+  const Ring<STAGES, kSliceBytes> ring(q2_tile + kQueryBytes);
   // The consumers look it up at edges and at the end: no registers are left to keep it in.
-  OwnTile& kept_rows = *reinterpret_cast<OwnTile*>(shared + (empty + 8 * STAGES - slices));
+  OwnTile& kept_rows = *reinterpret_cast<OwnTile*>(shared + kQueryBytes + ring.kBytes);
 
   // Whose rows, and which keys they see.
   const Share share = share_of_block(output);
@@ -133,8 +97,8 @@ forward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ Fo
   if (threadIdx.x == 0) {
     kept_rows = rows;
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, working);
+      barrier_init(ring.full + 8 * i, 1);
+      barrier_init(ring.empty + 8 * i, working);
     }
     proxy_fence();
   }
@@ -147,65 +111,52 @@ forward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ Fo
     if (threadIdx.x == 128 * kConsumers) {
       prefetch_tensor_map(&k1_map);
       prefetch_tensor_map(&k2_map);
-      RingPosition ring;
-      auto bring = [&](const TensorMap* map, int chunks, int key, int head) {
-        barrier_wait(empty + 8 * ring.slot, ring.parity ^ 1);
-        barrier_arrive_expect(full + 8 * ring.slot, chunks * kKeyChunkBytes);
-        for (int c = 0; c < chunks; ++c)
-          copy_box_4d(slices + ring.slot * kSliceBytes + c * kKeyChunkBytes, map, full + 8 * ring.slot, c * kChunk, key, head, s.batch_index);
-        ring.advance();
-      };
       const int head1 = rows.head / (problem.heads / problem.heads_k1), head2 = rows.head / (problem.heads / problem.heads_k2);
+      RingPosition<STAGES> at;
       for (int tile = tiles.begin; tile < tiles.end; ++tile) {
         const int key = static_cast<int>(s.k_begin) + tile * kKeys;
-        bring(&k1_map, kChunks1, key, head1);
-        bring(&k2_map, kChunks2, key, head2);
+        ring.bring(at, &k1_map, chunks_of(HEAD_DIM1), kKeys, key, head1, s.batch_index);
+        ring.bring(at, &k2_map, chunks_of(HEAD_DIM2), kKeys, key, head2, s.batch_index);
       }
     }
   } else {
     // Consumers.
     registers_take<160>();
-    const Element* q2 = head_rows<Element>(problem.q2, s.batch_index, rows.head, s.q_begin);
-    for (int c = 0; c < kChunks2; ++c)
-      copy_tile_async<Element, kRows, kChunk, 128 * kConsumers>(q2_tile + c * kQueryChunkBytes, q2 + c * kChunk, problem.q2.row_stride,
-                                                                rows.begin, {rows.begin, rows.valid_end}, problem.head_dim2 - c * kChunk);
+    copy_operand_async<Element, kRows, HEAD_DIM2, 128 * kConsumers>(q2_tile, head_rows<Element>(problem.q2, s.batch_index, rows.head, s.q_begin),
+                                                                    problem.q2.row_stride, rows.begin, {rows.begin, rows.valid_end},
+                                                                    problem.head_dim2);
     copy_async_commit();
     const Lane lane;
     const int warp_row = 64 * warpgroup + static_cast<int>(threadIdx.x) % 128 / 32 * 16;
     u32 q1[HEAD_DIM1 / 16][4];
-    load_queries(q1, head_rows<Element>(problem.q1, s.batch_index, rows.head, s.q_begin), problem.q1.row_stride, rows.begin + warp_row,
+    load_operand<Element, HEAD_DIM1>(q1, head_rows<Element>(problem.q1, s.batch_index, rows.head, s.q_begin), problem.q1.row_stride, rows.begin + warp_row,
                  rows.valid_end, problem.head_dim1, lane);
     copy_async_wait<0>();
     proxy_fence();  // what ordinary copies wrote, the tensor cores read
     named_barrier<1, 128 * kConsumers>();
     const u64 q2_rows = wgmma_descriptor(q2_tile + warpgroup * 64 * kChunkRowBytes);
     auto rows1 = [&](int k) -> const u32(&)[4] { return q1[k]; };
-    auto rows2 = [&](int k) { return q2_rows + (k / 4 * kQueryChunkBytes + k % 4 * 32) / 16; };
+    auto rows2 = [&](int k) { return q2_rows + (k / 4 * kRows * kChunkRowBytes + k % 4 * 32) / 16; };
     OnlineRow online[1][2];
     online[0][0].clear(), online[0][1].clear();
 
-    RingPosition ring;
-    auto await_slice = [&] {
-      barrier_wait(full + 8 * ring.slot, ring.parity);
-      return slices + ring.slot * kSliceBytes;
-    };
+    RingPosition<STAGES> at;
     for (int tile = tiles.begin; tile < tiles.end && warpgroup < working; ++tile) {
       float scores1[1][kColumnBlocks][4], scores2[1][kColumnBlocks][4];
       auto& s1 = reinterpret_cast<float(&)[4 * kColumnBlocks]>(scores1);
       auto& s2 = reinterpret_cast<float(&)[4 * kColumnBlocks]>(scores2);
-      const int slot1 = ring.slot;
-      start_scores<HEAD_DIM1>(s1, rows1, await_slice());
-      ring.advance();
-      const int slot2 = ring.slot;
-      start_scores<HEAD_DIM2>(s2, rows2, await_slice());
-      ring.advance();
+      const int slot1 = at.slot;
+      ring.await(at);
+      start_scores<Element, HEAD_DIM1>(s1, rows1, ring.slice(slot1));
+      at.advance();
+      const int slot2 = at.slot;
+      ring.await(at);
+      start_scores<Element, HEAD_DIM2>(s2, rows2, ring.slice(slot2));
+      at.advance();
       wgmma_wait<0>();
       hold(s1);
       hold(s2);
-      if (threadIdx.x % 128 == 0) {
-        barrier_arrive(empty + 8 * slot1);
-        barrier_arrive(empty + 8 * slot2);
-      }
+      if (threadIdx.x % 128 == 0) ring.release(slot1), ring.release(slot2);
       const int first_key = tile * kKeys;
       if (first_key >= unmasked.begin && first_key + kKeys <= unmasked.end) {
         update_optimistic<false>(online[0], s1, s2, problem.log2_scale1, problem.log2_scale2);

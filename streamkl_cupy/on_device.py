@@ -9,6 +9,7 @@ from .arrays import ITEM_BYTES, ArrayView, byte_span, view
 from .frameworks import cupy_stream
 from .gpu.errors import import_cupy
 from .padding import Scratch
+from .problem import SIDES
 
 
 @functools.cache
@@ -97,9 +98,9 @@ def explain(call, wrt, dtype) -> list[str]:
         lines.append(f"{name}: copied once a call, {padding.buffer_bytes(array.shape, array.dtype)} bytes: {padding.reason_to_copy(array)}")
     if not lines:
         lines.append("inputs: read in place")
-    addressable = forward_kernels.tensor_map.addressable(problem, *(call.views[n] for n in ("k1", "k2")))
+    addressable = forward_kernels.tensor_map.addressable(problem, *(call.views[n] for n in SIDES))
     lines += forward_kernels.explain(problem, index, addressable)
-    lines += kernels.explain(problem, wrt, dtype, index)
+    lines += kernels.explain(problem, wrt, dtype, index, addressable)
     for name in padding.padded_gradients(call.problem, wrt):
         size = padding.buffer_bytes(call.problem.shape(name), dtype)
         lines.append(f"gradient of {name}: through a padded buffer of {size} bytes")

@@ -101,7 +101,7 @@ def run(problem: Problem, views, rows, reduced, workspace: ArrayView | None, str
             parameters.fill_problem(problem, views, views, rows),
             parameters.forward_output(rows, partial, stride, chosen.whole, chosen.splits),
         )
-        maps = tuple(tensor_map.keys_map(problem, views[name], spec.tile.streamed) for name in ("k1", "k2")) if spec.accelerated else ()
+        maps = tuple(tensor_map.rows_map(problem, views[name], spec.tile.streamed) for name in ("k1", "k2")) if spec.accelerated else ()
         blocks, threads = chosen.whole + chosen.split * chosen.splits, spec.tile.threads + 128 * spec.accelerated
         launch(kernel(spec, device_index), (blocks,), threads, args + maps, stream, spec.shared_bytes)
         if chosen.split:

@@ -1,4 +1,4 @@
-"""Tensor maps: how Hopper's bulk copy engine addresses the keys. Encoded by the driver through ctypes, passed by value."""
+"""Tensor maps: how Hopper's bulk copy engine addresses inputs. Encoded by the driver through ctypes, passed by value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _encode():
 
 
 def addressable(problem: Problem, *views: ArrayView) -> bool:
-    """Whether maps can describe these keys: positive strides of whole 16 bytes below 2^40, on every axis that has a second element."""
+    """Whether maps can describe these inputs: positive strides of whole 16 bytes below 2^40, on every axis that has a second element."""
     for view in views:
         if 0 in view.shape:
             return False
@@ -38,23 +38,23 @@ def addressable(problem: Problem, *views: ArrayView) -> bool:
     return problem.dtype in DATA_TYPES
 
 
-def keys_map(problem: Problem, view: ArrayView, tile_keys: int) -> np.ndarray:
-    """The map of K1 or K2: boxes of `tile_keys` rows by 64 columns of one head; rows and columns beyond the array read as zero."""
+def rows_map(problem: Problem, view: ArrayView, tile_rows: int) -> np.ndarray:
+    """The map of an input: boxes of `tile_rows` rows by 64 columns of one head; rows and columns beyond the array read as zero."""
     shape, strides = problem.axis_strides(view.shape), problem.axis_strides(view.strides)
     batch = 1 if problem.packed else shape.batch
     sizes = (view.shape[-1], shape.row, shape.head, batch)
     # An axis of one element never moves: any stride that the driver takes will do.
     steps = [2 * stride if size > 1 else 16 for size, stride in zip(sizes[1:], (strides.row, strides.head, strides.batch), strict=True)]
-    return _map(view.pointer, view.dtype, sizes, tuple(steps), tile_keys)
+    return _map(view.pointer, view.dtype, sizes, tuple(steps), tile_rows)
 
 
 @functools.lru_cache(maxsize=4096)
-def _map(pointer: int, dtype: str, sizes, steps, tile_keys: int) -> np.ndarray:
+def _map(pointer: int, dtype: str, sizes, steps, tile_rows: int) -> np.ndarray:
     buffer = np.zeros(MAP_BYTES + MAP_ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % MAP_ALIGNMENT
     result = buffer[start : start + MAP_BYTES].view(f"V{MAP_BYTES}")
     u32, u64 = ctypes.c_uint32, ctypes.c_uint64
-    box = (u32 * 4)(COLUMNS, tile_keys, 1, 1)
+    box = (u32 * 4)(COLUMNS, tile_rows, 1, 1)
     status = _encode()(
         result.ctypes.data,
         DATA_TYPES[dtype],

@@ -20,6 +20,7 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 STATS_BYTES, TERMS_BYTES = 20, 24
 SPILL_BUDGET = 512
 """Bytes of spill stores plus loads a thread that a row may have: outside the main loops they cost nothing that a timing shows."""
+HOPPER_SPILL_BUDGET = 32
 RESERVED_BYTES = 1024
 """Shared memory that the system takes of every block."""
 
@@ -95,9 +96,12 @@ FORWARD_SM90 = (
 )
 """For compute capability 9.0. `warps` counts consumers; one more warpgroup copies."""
 
-FORWARD_SM90_HEAD_DIM = 128
-"""Wider queries would not fit the registers that hold them."""
+SM90_HEAD_DIM = 128
+"""Wider operands would not fit the registers that hold one side's."""
 OWN_TILE_BYTES = 128
+
+BACKWARD_SM90 = (Tile(8, 1, 64, 8, 1, "two warpgroups of 64 rows; 64 of the other side leave registers for logits, result and operands"),)
+"""dQ and dK for compute capability 9.0, one side a launch."""
 
 CHUNKED_FORWARD = {False: (), True: ()}
 CHUNKED_BACKWARD = {False: (), True: ()}
@@ -122,11 +126,24 @@ def forward(problem: Problem, device: DeviceInfo, tensor_maps: bool) -> Speciali
 
 def hopper(problem: Problem, device: DeviceInfo) -> bool:
     """Whether a problem on this device takes the Hopper forward kernel."""
-    return device.capability == (9, 0) and problem.dtype != "float32" and max(problem.head_dim1, problem.head_dim2) <= FORWARD_SM90_HEAD_DIM
+    return device.capability == (9, 0) and problem.dtype != "float32" and max(problem.head_dim1, problem.head_dim2) <= SM90_HEAD_DIM
 
 
 def _hopper_rows(problem: Problem) -> list[Specialisation]:
     return [_hopper_row(problem.dtype, head_dim_class(problem.head_dim1), head_dim_class(problem.head_dim2), t) for t in FORWARD_SM90]
+
+
+def _hopper_backward_rows(problem: Problem, own: str, sides: tuple[int, ...]) -> list[Specialisation]:
+    d1, d2 = head_dim_class(problem.head_dim1), head_dim_class(problem.head_dim2)
+    return [_hopper_backward_row(own, problem.dtype, d1, d2, sides[0], t) for t in BACKWARD_SM90]
+
+
+def _hopper_backward_row(own: str, dtype: str, d1: int, d2: int, side: int, tile: Tile) -> Specialisation:
+    defines = (("ELEMENT", ELEMENTS[dtype]), ("SIDE", side), ("HEAD_DIM1", d1), ("HEAD_DIM2", d2))
+    defines += (("KEYS" if own == "q" else "QUERIES", tile.streamed), ("STAGES", tile.stages))
+    shared = tile.stages * (tile.streamed * 128 * -(-max(d1, d2) // 64) + 16) + tile.rows * 128 * -(-(d1, d2)[side - 1] // 64)
+    shared += OWN_TILE_BYTES + (tile.rows * STATS_BYTES if own == "q" else tile.stages // 2 * tile.streamed * TERMS_BYTES)
+    return Specialisation(f"backward_d{own}_sm90.cu", f"backward_d{own}_sm90", tile, defines, shared, HOPPER_SPILL_BUDGET, accelerated=True)
 
 
 def _hopper_row(dtype: str, d1: int, d2: int, tile: Tile) -> Specialisation:
@@ -136,18 +153,21 @@ def _hopper_row(dtype: str, d1: int, d2: int, tile: Tile) -> Specialisation:
     return Specialisation("forward_sm90.cu", "forward_sm90", tile, defines, shared, 0, accelerated=True)
 
 
-def backward(problem: Problem, own: str, sides: tuple[int, ...], device: DeviceInfo) -> Specialisation:
+def backward(problem: Problem, own: str, sides: tuple[int, ...], device: DeviceInfo, tensor_maps: bool) -> Specialisation:
     """The kernel for dQ (`own` is "q") or dK ("k") of the given sides, in one launch: see `launches`."""
+    if tensor_maps and hopper(problem, device):
+        return choose(_hopper_backward_rows(problem, own, sides), device)
     return choose(_backward_rows(problem, own, sides), device)
 
 
-def launches(problem: Problem, wrt: tuple[str, ...]) -> list[tuple[str, tuple[int, ...]]]:
+def launches(problem: Problem, wrt: tuple[str, ...], one_side: bool = False) -> list[tuple[str, tuple[int, ...]]]:
     """Which launches give the wanted gradients: (own, sides) pairs. Both sides share one where registers hold both results."""
     result = []
     for own in "qk":
         sides = tuple(int(name[1]) for name in wrt if name[0] == own)
         if len(sides) == 2 and (
-            chunked(problem)
+            one_side
+            or chunked(problem)
             or head_dim_class(problem.head_dim1) + head_dim_class(problem.head_dim2) > 256
             or (own == "k" and problem.heads_k1 != problem.heads_k2)
         ):
@@ -227,8 +247,10 @@ def every_row(full: bool = False) -> Iterator[Specialisation]:
 def _every_plain_row(dtype: str, d1: int, d2: int) -> Iterator[Specialisation]:
     problem = Problem("bhsd", dtype, 1, 1, 1, 1, 1, 1, d1, d2, 1.0, 1.0)
     yield from _forward_rows(problem)
-    if max(d1, d2) <= FORWARD_SM90_HEAD_DIM:
+    if max(d1, d2) <= SM90_HEAD_DIM:
         yield from _hopper_rows(problem)
+        for own, side in (("q", 1), ("k", 1), ("q", 2), ("k", 2)):
+            yield from _hopper_backward_rows(problem, own, (side,))
     for own, sides in (("q", (1,)), ("k", (1,)), ("q", (2,)), ("k", (2,)), *launches(problem, ("q1", "k1", "q2", "k2"))):
         yield from _backward_rows(problem, own, sides)
 
