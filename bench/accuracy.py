@@ -65,8 +65,8 @@ class Checker:
     def _group_heads(self):
         return {(b, h // self._group * self._group + i) for b, h in self.heads for i in range(self._group)}
 
-    def _keys(self, side, head):
-        return to_host(getattr(self.data, f"k{side}")[head[0], head[1] // self._group])
+    def _keys(self, side, head, some=slice(None)):
+        return to_host(getattr(self.data, f"k{side}")[head[0], head[1] // self._group][some])
 
     def _row_error(self, array, name):
         want = np.stack([self.reference[head][name] for head in self.heads])
@@ -108,7 +108,7 @@ class Checker:
             queries = [to_host(getattr(self.data, f"q{s}")[each]) for s in "12"]
             log_p = [
                 np.where(
-                    seen, scale * q @ self._keys(s, each)[self.keys].T - np.where(np.isfinite(total_log), total_log, 0.0)[:, None], 0.0
+                    seen, scale * q @ self._keys(s, each, self.keys).T - np.where(np.isfinite(total_log), total_log, 0.0)[:, None], 0.0
                 )
                 for s, scale, q, total_log in zip("12", self.case.scales, queries, lse, strict=True)
             ]

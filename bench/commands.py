@@ -34,7 +34,10 @@ def run(options, argv: list[str]) -> int:
     if options.command == "readme":
         from . import readme
 
-        return readme.refresh(check=options.check)
+        try:
+            return readme.refresh(check=options.check)
+        except ValueError as error:
+            raise Refused(str(error)) from None
     _check_plot(options)
     if options.command == "show":
         return _show(options)
@@ -50,8 +53,8 @@ def run(options, argv: list[str]) -> int:
     results = Results(device, argv, options.json)
     _measure(grid, options, device, results)
     _print(results.document, options)
-    wrong = [row for row in results.rows if row["skipped"].get("streamkl", "").startswith("wrong")]
-    return 1 if wrong else 0
+    bad = [row for row in results.rows if row["skipped"].get("streamkl", "").startswith(("wrong", "failed"))]
+    return 1 if bad else 0
 
 
 def _measure(grid, options, device, results) -> None:
@@ -71,7 +74,10 @@ def _measure(grid, options, device, results) -> None:
             if name == "host":
                 results.add(host.measure(case, direction, device))
             else:
-                runner = runner or Runner(plan, progress.say)
+                if runner is None:
+                    runner = Runner(plan, progress.say)
+                    if device == "cuda" and runner.gemm is None:
+                        progress.say(f"without the cuBLAS yardstick: {runner.gemm_missing}")
                 results.add(runner.measure_memory(case, direction) if name == "memory" else runner.measure(case, direction, name))
             progress.advance()
 

@@ -36,8 +36,17 @@ def measure(case: Case, framework: str, device: str) -> dict:
             f"no {framework} arrays here: {type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:120]}"
         )
         return row
-    wait = _waiter(device)
-    times = {}
+    try:
+        state, grads = _times(row, case, data, framework, _waiter(device))
+        if framework == "cupy":
+            row["graph"] = _graph(case, data, state, grads)
+    except Exception as error:
+        row["skipped"]["streamkl"] = f"failed: {type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:120]}"
+    return row
+
+
+def _times(row: dict, case: Case, data: Data, framework: str, wait):
+    times = row["results"][framework] = {}
     start = time.perf_counter()
     _, state = skl.forward(*data.inputs, **case.options)
     times["forward_first_us"] = (time.perf_counter() - start) * 1e6
@@ -50,10 +59,7 @@ def measure(case: Case, framework: str, device: str) -> dict:
         refill = _refilling(case, data, state, grads)
         times["forward_refill_us"] = _steady(refill[0], wait)
         times["backward_refill_us"] = _steady(refill[1], wait)
-    row["results"][framework] = times
-    if framework == "cupy":
-        row["graph"] = _graph(case, data, state, grads)
-    return row
+    return state, grads
 
 
 def _steady(call, wait) -> float:

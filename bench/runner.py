@@ -47,45 +47,50 @@ class Runner:
 
     def measure(self, case: Case, direction: str, command: str) -> dict:
         """A row: timings, speed-ups, memory and errors of everyone on this case, in "forward" or "backward"."""
+        row = new_row(case, direction, command)
+        row["skipped"] |= self.absent
+        with self._absence(row, subject.NAME):
+            self._measure(row, case, direction)
+        return row
+
+    def _measure(self, row, case, direction):
         data = make(case, self.plan.device)
         checker = Checker(case, data)
-        row = new_row(case, direction, command)
         ours = subject.Subject(case, data)
         call = getattr(ours, direction)
         first = call()
-        error = checker.state_error(ours.state)
-        entry = {"error": checker.backward_error(first) if direction == "backward" else error}
+        errors = [checker.state_error(ours.state)]
+        if direction == "backward":
+            errors.append(checker.backward_error(first))
         del first
-        wrong = max(error, entry["error"]) > TOLERANCE[case.dtype]
-        row["results"][subject.NAME] = entry
-        estimate = {subject.NAME: self.clock.once(call)}
-        calls = {subject.NAME: call}
+        calls, estimate = {subject.NAME: call}, {subject.NAME: self.clock.once(call)}
         if self.gemm:
             calls["cublas"], estimate["cublas"] = self.gemm.call, self.gemm.estimate_ms
         times = interleaved(self.clock, calls, self.plan.seconds / 2, self.plan.repeat, estimate)
-        entry |= timed(times[subject.NAME], case.flop(direction), case.traffic(direction))
-        if wrong:
-            row["skipped"][subject.NAME] = f"wrong: error {error:.1e} forward, {entry['error']:.1e} here"
+        entry = {"error": errors[-1]} | timed(times[subject.NAME], case.flop(direction), case.traffic(direction))
+        row["results"][subject.NAME] = entry
+        if max(errors) > TOLERANCE[case.dtype]:
+            row["skipped"][subject.NAME] = f"wrong: error {errors[0]:.1e} of the forward, {errors[-1]:.1e} of the {direction}"
         if self.gemm:
             row["cublas"] = {"tflops": self.gemm.flop / times["cublas"].median / 1e9}
             entry["of_cublas"] = entry["tflops"] / row["cublas"]["tflops"]
-        row["skipped"] |= self.absent
         for name, module in self.modules.items():
             with self._absence(row, name):
-                self._peer(row, name, module, case, data, direction, checker, calls[subject.NAME], times[subject.NAME].median)
-        if self.gemm and self.plan.sustained and 4 * max(entry["ms"] / 1e3, 0.5) < 2 * PATIENCE * self.plan.seconds:
+                self._peer(row, name, module, case, data, direction, checker, call, entry["ms"])
+        # Few rows are bound by memory: the ratio would say nothing there.
+        settled = 4 * max(entry["ms"] / 1e3, 0.5) < 2 * PATIENCE * self.plan.seconds and row["command"] != "few-rows"
+        if self.gemm and self.plan.sustained and settled:
             rates = sustained(self.clock, call, case.flop(direction), entry["ms"], self.gemm)
             row["sustained"] = {"ratio": rates.ratio, "kernel_tflops": rates.kernel, "cublas_tflops": rates.cublas}
         ours.state = None
-        with self._absence(row, subject.NAME):
-            entry["extra_bytes"] = self._extra_bytes(subject, case, data, direction)
-        return row
+        entry["extra_bytes"] = self._extra_bytes(subject, case, data, direction)
 
     def measure_memory(self, case: Case, direction: str) -> dict:
         """A row that holds the peak extra memory alone."""
-        data = make(case, self.plan.device)
         row = new_row(case, direction, "memory")
         row["skipped"] |= self.absent
+        self._release()
+        data = make(case, self.plan.device)
         for name, module in {subject.NAME: subject, **self.modules}.items():
             with self._absence(row, name):
                 self._foresee(name, case, direction)
@@ -131,8 +136,7 @@ class Runner:
 
     def _extra_bytes(self, module, case, data, direction) -> int:
         """The peak of a fresh preparation and one call: a backward's includes the forward state that it keeps."""
-        if self.plan.device == "cuda":
-            memory.release()
+        self._release()
         return memory.peak_extra_bytes(lambda: _fresh(module, case, data, direction), self.plan.device)
 
     def _pace_key(self, name, case, direction):
@@ -148,22 +152,19 @@ class Runner:
 
     @contextlib.contextmanager
     def _absence(self, row, name):
-        """Turns what keeps a contender from this case into its reason."""
+        """Turns what keeps a contender from this case into its reason; the run goes on."""
+        self._release()
         try:
             yield
         except Skip as reason:
             row["skipped"][name] = str(reason)
         except Exception as error:
-            if memory.out_of_memory(error):
-                row["skipped"][name] = "out of memory"
-            elif name == subject.NAME:
-                raise
-            else:
-                text = (str(error) or "no message").splitlines()[0]
-                row["skipped"][name] = f"failed: {type(error).__name__}: {text[:120]}"
-        finally:
-            if self.plan.device == "cuda":
-                memory.release()
+            text = (str(error) or "no message").splitlines()[0]
+            row["skipped"][name] = "out of memory" if memory.out_of_memory(error) else f"failed: {type(error).__name__}: {text[:120]}"
+
+    def _release(self):
+        if self.plan.device == "cuda":
+            memory.release()
 
 
 def new_row(case: Case, direction: str, command: str) -> dict:

@@ -254,6 +254,21 @@ def test_the_table_and_its_notes(capsys):
     assert "NumPy backend" in err and "skipped: fla: it runs on cuda (all cases)" in err
 
 
+def test_progress_needs_no_rich(monkeypatch, capsys):
+    from bench.progress import Progress
+
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with Progress(2) as progress:
+        progress.say("first")
+        progress.advance()
+        progress.say("second")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert [line.rpartition("] ")[2] for line in captured.err.splitlines()] == ["first", "second"]
+    assert captured.err.splitlines()[1].startswith("[2/2")
+
+
 def test_few_rows_gives_bandwidth(capsys):
     code, out, _ = run(capsys, "few-rows", *TINY, "--seqlen-q", "1,4", "--seqlen-k", "64", "--head-dim", "16")
     assert code == 0
@@ -580,3 +595,22 @@ def test_published_finds_only_what_was_published():
 def test_numbers_are_written_briefly():
     assert [report.milliseconds(ms) for ms in (0.5, 12.345, 433.3)] == ["0.500", "12.35", "433"]
     assert [report.size(n) for n in (20, 33 << 20, 1 << 40)] == ["20 B", "33 MiB", "1 TiB"]
+
+
+def test_a_failing_library_is_reported_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    from bench import subject
+
+    good = subject.Subject.forward
+
+    def sometimes(self):
+        if self.case.seqlen_q == 8:
+            raise RuntimeError("launch failed\nat length")
+        return good(self)
+
+    monkeypatch.setattr(subject.Subject, "forward", sometimes)
+    path = tmp_path / "r.json"
+    assert main(["forward", *SMALL, "--causal", "no", "--seqlen-q", "8,16", "--json", str(path)]) == 1
+    first, second = results.load(path)["rows"]
+    assert first["skipped"]["streamkl"] == "failed: RuntimeError: launch failed"
+    assert "ms" in second["results"]["streamkl"]
+    assert "launch failed" in capsys.readouterr().err
