@@ -33,19 +33,6 @@ __device__ __forceinline__ float row_weight(const RowWeights& w, i64 batch_index
 template <typename Element> constexpr bool kWideExponent = true;
 template <> constexpr bool kWideExponent<Half> = false;
 
-// A power of two near the largest weight of a tile, the same in every lane; tiny but not 0 where all weights are 0.
-template <int kQueries, typename Terms>
-__device__ __forceinline__ float weight_unit(const Terms* terms, const Lane& lane) {
-  float largest = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kQueries; i += 32) {
-    if (i + lane.index < kQueries) largest = fmaxf(largest, fabsf(terms[i + lane.index].g));
-  }
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
-  return fmaxf(__int_as_float(__float_as_int(largest) & 0x7f800000), __int_as_float(8 << 23));
-}
-
 // Logits become their gradients for g = 1, in place, for the sides asked for.
 template <int kSides>
 __device__ __forceinline__ void logit_gradients(float& s1, float& s2, float log2_scale1, float log2_scale2, const RowStats& row) {
@@ -68,6 +55,108 @@ __device__ __forceinline__ void hide_unseen_rows(float (&d)[kRowBlocks][kColumnB
       for (int e = 0; e < 4; ++e) {
         const int column = 8 * n + lane.column + e % 2;
         if (column < begin[m][e / 2] || column >= end[m][e / 2]) d[m][n][e] = 0.0f;
+      }
+    }
+  }
+}
+
+// The same where the owned rows are queries and the columns keys; `first_row` and `first_key` belong to element (0, 0).
+template <int kRowBlocks, int kColumnBlocks>
+__device__ __forceinline__ void hide_keys_unseen(float (&d)[kRowBlocks][kColumnBlocks][4], const Band& band, int first_row, int first_key,
+                                                 const Lane& lane) {
+  int begin[kRowBlocks][2], end[kRowBlocks][2];
+#pragma unroll
+  for (int m = 0; m < kRowBlocks; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + 16 * m + 8 * half + lane.row;
+      begin[m][half] = band.first_key(row) - first_key;
+      end[m][half] = band.end_key(row) - first_key;
+    }
+  }
+  hide_unseen_rows(d, begin, end, lane);
+}
+
+// The same where the owned rows are keys and the columns queries.
+template <int kRowBlocks, int kColumnBlocks>
+__device__ __forceinline__ void hide_queries_unseeing(float (&d)[kRowBlocks][kColumnBlocks][4], const Band& band, int first_key,
+                                                      int first_query, const Lane& lane) {
+  int begin[kRowBlocks][2], end[kRowBlocks][2];
+#pragma unroll
+  for (int m = 0; m < kRowBlocks; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = first_key + 16 * m + 8 * half + lane.row;
+      begin[m][half] = band.first_row(key) - first_query;
+      end[m][half] = band.end_row(key) - first_query;
+    }
+  }
+  hide_unseen_rows(d, begin, end, lane);
+}
+
+// Logits of a tile become their gradients for g = 1, where the rows are queries; `stats` begins at the warp's first row.
+template <int kSides, int kRowBlocks, int kColumnBlocks>
+__device__ __forceinline__ void gradients_of_rows(float (&s1)[kRowBlocks][kColumnBlocks][4], float (&s2)[kRowBlocks][kColumnBlocks][4],
+                                                  const Problem& problem, const RowStats* stats, const Lane& lane) {
+#pragma unroll
+  for (int m = 0; m < kRowBlocks; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RowStats row = stats[16 * m + 8 * half + lane.row];
+#pragma unroll
+      for (int n = 0; n < kColumnBlocks; ++n) {
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e)
+          logit_gradients<kSides>(s1[m][n][e], s2[m][n][e], problem.log2_scale1, problem.log2_scale2, row);
+      }
+    }
+  }
+}
+
+// What a tile of queries brings along when they are the columns.
+struct QueryTerms {
+  RowStats stats;
+  float g;
+};
+
+__device__ __forceinline__ QueryTerms query_terms(const Problem& problem, const RowWeights& weights, const Sequence& s, int head, int query,
+                                                  Span queries) {
+  if (query < queries.begin || query >= queries.end) return {{0, 0, 0, 0, 0}, 0};
+  return {load(problem.rows, row_arrays_offset(problem, s, head) + query), row_weight(weights, s.batch_index, head, s.q_begin + query)};
+}
+
+// A power of two near the largest weight of a tile, the same in every lane; tiny but not 0 where all weights are 0.
+template <int kQueries>
+__device__ __forceinline__ float weight_unit(const QueryTerms* terms, const Lane& lane) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kQueries; i += 32) {
+    if (i + lane.index < kQueries) largest = fmaxf(largest, fabsf(terms[i + lane.index].g));
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+  return fmaxf(__int_as_float(__float_as_int(largest) & 0x7f800000), __int_as_float(8 << 23));
+}
+
+// Logits of a tile become their gradients, g / unit applied, where the columns are queries.
+template <int kSides, int kRowBlocks, int kColumnBlocks>
+__device__ __forceinline__ void gradients_of_columns(float (&s1)[kRowBlocks][kColumnBlocks][4], float (&s2)[kRowBlocks][kColumnBlocks][4],
+                                                     const Problem& problem, const QueryTerms* terms, float unit, const Lane& lane) {
+  const float per_unit = 1.0f / unit;
+#pragma unroll
+  for (int n = 0; n < kColumnBlocks; ++n) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const QueryTerms query = terms[8 * n + lane.column + odd];
+      const float g = query.g * per_unit;
+#pragma unroll
+      for (int m = 0; m < kRowBlocks; ++m) {
+#pragma unroll
+        for (int e = odd; e < 4; e += 2) {
+          logit_gradients<kSides>(s1[m][n][e], s2[m][n][e], problem.log2_scale1, problem.log2_scale2, query.stats);
+          if (kSides & kSide1) s1[m][n][e] *= g;
+          if (kSides & kSide2) s2[m][n][e] *= g;
+        }
       }
     }
   }

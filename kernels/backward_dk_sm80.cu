@@ -30,11 +30,6 @@ using Layout1 = TileLayout<Element, HEAD_DIM1>;
 using Layout2 = TileLayout<Element, HEAD_DIM2>;
 constexpr int kSliceBytes = kQueries * (Layout1::kRowBytes > Layout2::kRowBytes ? Layout1::kRowBytes : Layout2::kRowBytes);
 
-struct QueryTerms {
-  RowStats stats;
-  float g;
-};
-
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 backward_dk(const __grid_constant__ Problem problem, const __grid_constant__ RowWeights weights, const __grid_constant__ GradientOutput output) {
   // Storage.
@@ -97,12 +92,8 @@ backward_dk(const __grid_constant__ Problem problem, const __grid_constant__ Row
 
     float s1[ROW_BLOCKS][kColumnBlocks][4] = {}, s2[ROW_BLOCKS][kColumnBlocks][4] = {};
     const u32 first_slice = ring.next(0, step);
-    QueryTerms mine = {{0, 0, 0, 0, 0}, 0};
-    const int my_query = first_query + static_cast<int>(threadIdx.x);
-    if (threadIdx.x < kQueries && my_query >= queries.begin && my_query < queries.end) {
-      mine.stats = load(problem.rows, row_arrays_offset(problem, s, head) + my_query);
-      mine.g = row_weight(weights, s.batch_index, head, s.q_begin + my_query);
-    }
+    QueryTerms mine;
+    if (threadIdx.x < kQueries) mine = query_terms(problem, weights, s, head, first_query + static_cast<int>(threadIdx.x), queries);
     if (kFirst == 0) add_scores<Element, HEAD_DIM1>(s1, k1_tile, warp_row, first_slice, lane);
     else add_scores<Element, HEAD_DIM2>(s2, k2_tile, warp_row, first_slice, lane);
     if (threadIdx.x < kQueries) terms[threadIdx.x] = mine;
@@ -110,7 +101,7 @@ backward_dk(const __grid_constant__ Problem problem, const __grid_constant__ Row
     if (kFirst == 0) add_scores<Element, HEAD_DIM2>(s2, k2_tile, warp_row, second_slice, lane);
     else add_scores<Element, HEAD_DIM1>(s1, k1_tile, warp_row, second_slice, lane);
 
-    if (sizeof(Element) == 2 && !kWideExponent<Element>) {
+    if (!kWideExponent<Element>) {
       const float new_unit = fmaxf(step == 0 ? 0.0f : unit, weight_unit<kQueries>(terms, lane));
       if (new_unit != unit) {
         if (SIDES & kSide1) scale_all(dk1, unit / new_unit);
@@ -118,37 +109,10 @@ backward_dk(const __grid_constant__ Problem problem, const __grid_constant__ Row
         unit = new_unit;
       }
     }
-    const float per_unit = 1.0f / unit;
-#pragma unroll
-    for (int n = 0; n < kColumnBlocks; ++n) {
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const QueryTerms query = terms[8 * n + lane.column + odd];
-        const float g = query.g * per_unit;
-#pragma unroll
-        for (int m = 0; m < ROW_BLOCKS; ++m) {
-#pragma unroll
-          for (int e = odd; e < 4; e += 2) {
-            logit_gradients<SIDES>(s1[m][n][e], s2[m][n][e], problem.log2_scale1, problem.log2_scale2, query.stats);
-            if (SIDES & kSide1) s1[m][n][e] *= g;
-            if (SIDES & kSide2) s2[m][n][e] *= g;
-          }
-        }
-      }
-    }
+    gradients_of_columns<SIDES>(s1, s2, problem, terms, unit, lane);
     if (first_query < unmasked.begin || first_query + kQueries > unmasked.end) {
-      int begin[ROW_BLOCKS][2], end[ROW_BLOCKS][2];
-#pragma unroll
-      for (int m = 0; m < ROW_BLOCKS; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int key = keys.begin + warp_row + 16 * m + 8 * half + lane.row;
-          begin[m][half] = keys.band.first_row(key) - first_query;
-          end[m][half] = keys.band.end_row(key) - first_query;
-        }
-      }
-      if (SIDES & kSide1) hide_unseen_rows(s1, begin, end, lane);
-      if (SIDES & kSide2) hide_unseen_rows(s2, begin, end, lane);
+      if (SIDES & kSide1) hide_queries_unseeing(s1, keys.band, keys.begin + warp_row, first_query, lane);
+      if (SIDES & kSide2) hide_queries_unseeing(s2, keys.band, keys.begin + warp_row, first_query, lane);
     }
 
     if constexpr ((SIDES & kSide1) != 0) add_weighted_rows<Element, HEAD_DIM1>(dk1, s1, kFirst == 0 ? first_slice : second_slice, lane);

@@ -29,11 +29,6 @@ constexpr int kSliceBytes = kQueries * kChunkRowBytes * chunks_of(kOwnDim > kOth
 static_assert(kQueries % 16 == 0, "queries are summed over in steps of 16");
 static_assert(STAGES % 2 == 0, "a tile's two slices share an entry of the statistics");
 
-struct QueryTerms {
-  RowStats stats;
-  float g;
-};
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 backward_dk_sm90(const __grid_constant__ Problem problem, const __grid_constant__ RowWeights weights, const __grid_constant__ GradientOutput output,
                  const __grid_constant__ TensorMap q1_map, const __grid_constant__ TensorMap q2_map) {
@@ -84,15 +79,8 @@ backward_dk_sm90(const __grid_constant__ Problem problem, const __grid_constant_
       for (int step = 0; step < steps; ++step) {
         const int head = first_head + step / tile_count, first_query = (tiles.begin + step % tile_count) * kQueries;
         ring.await_empty(at);
-        for (int i = lane; i < kQueries; i += 32) {
-          QueryTerms mine = {{0, 0, 0, 0, 0}, 0};
-          const int query = first_query + i;
-          if (query >= queries.begin && query < queries.end) {
-            mine.stats = load(problem.rows, row_arrays_offset(problem, s, head) + query);
-            mine.g = row_weight(weights, s.batch_index, head, s.q_begin + query);
-          }
-          all_terms[at.slot / 2 * kQueries + i] = mine;
-        }
+        for (int i = lane; i < kQueries; i += 32)
+          all_terms[at.slot / 2 * kQueries + i] = query_terms(problem, weights, s, head, first_query + i, queries);
         barrier_arrive(ring.full + 8 * at.slot);
         at.advance();
         at.advance();
@@ -154,32 +142,12 @@ backward_dk_sm90(const __grid_constant__ Problem problem, const __grid_constant_
         if (new_unit != unit && step > 0) scale_all(gradient, unit / new_unit);
         unit = new_unit;
       }
-      const float per_unit = 1.0f / unit;
+      gradients_of_columns<SIDE>(s1, s2, problem, terms, unit, lane);
       auto& own = SIDE == 1 ? s1 : s2;
-#pragma unroll
-      for (int n = 0; n < kColumnBlocks; ++n) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          const QueryTerms query = terms[8 * n + lane.column + odd];
-          const float g = query.g * per_unit;
-#pragma unroll
-          for (int e = odd; e < 4; e += 2) {
-            logit_gradients<SIDE>(s1[0][n][e], s2[0][n][e], problem.log2_scale1, problem.log2_scale2, query.stats);
-            own[0][n][e] *= g;
-          }
-        }
-      }
       warpgroup_barrier(warpgroup);  // everyone has read the statistics
       if (threadIdx.x % 128 == 0) ring.release(other_slot);
       if (first_query < unmasked.begin || first_query + kQueries > unmasked.end) {
-        int begin[1][2], end[1][2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int key = kept_keys.begin + warp_row + lane.row + 8 * half;
-          begin[0][half] = kept_keys.band.first_row(key) - first_query;
-          end[0][half] = kept_keys.band.end_row(key) - first_query;
-        }
-        hide_unseen_rows(own, begin, end, lane);
+        hide_queries_unseeing(own, kept_keys.band, kept_keys.begin + warp_row, first_query, lane);
         clear_rows<kQueries>(ring.slice(own_slot), chunks_of(kOwnDim), first_query, queries, warpgroup);
       }
       to_operand<Element>(operand, own);

@@ -77,34 +77,11 @@ backward_dq(const __grid_constant__ Problem problem, const __grid_constant__ Row
     const u32 second_slice = ring.next(1, tile);
     if (kFirst == 0) add_scores<Element, HEAD_DIM2>(s2, q2_tile, warp_row, second_slice, lane);
     else add_scores<Element, HEAD_DIM1>(s1, q1_tile, warp_row, second_slice, lane);
-
-#pragma unroll
-    for (int m = 0; m < ROW_BLOCKS; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const RowStats row = stats[warp_row + 16 * m + 8 * half + lane.row];
-#pragma unroll
-        for (int n = 0; n < kColumnBlocks; ++n) {
-#pragma unroll
-          for (int e = 2 * half; e < 2 * half + 2; ++e)
-            logit_gradients<SIDES>(s1[m][n][e], s2[m][n][e], problem.log2_scale1, problem.log2_scale2, row);
-        }
-      }
-    }
+    gradients_of_rows<SIDES>(s1, s2, problem, stats + warp_row, lane);
     const int first_key = tile * kKeys;
     if (first_key < unmasked.begin || first_key + kKeys > unmasked.end) {
-      int begin[ROW_BLOCKS][2], end[ROW_BLOCKS][2];
-#pragma unroll
-      for (int m = 0; m < ROW_BLOCKS; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = rows.begin + warp_row + 16 * m + 8 * half + lane.row;
-          begin[m][half] = rows.band.first_key(row) - first_key;
-          end[m][half] = rows.band.end_key(row) - first_key;
-        }
-      }
-      if (SIDES & kSide1) hide_unseen_rows(s1, begin, end, lane);
-      if (SIDES & kSide2) hide_unseen_rows(s2, begin, end, lane);
+      if (SIDES & kSide1) hide_keys_unseen(s1, rows.band, rows.begin + warp_row, first_key, lane);
+      if (SIDES & kSide2) hide_keys_unseen(s2, rows.band, rows.begin + warp_row, first_key, lane);
     }
 
     if constexpr ((SIDES & kSide1) != 0) add_weighted_rows<Element, HEAD_DIM1>(dq1, s1, kFirst == 0 ? first_slice : second_slice, lane);

@@ -122,27 +122,11 @@ backward_dq_sm90(const __grid_constant__ Problem problem, const __grid_constant_
         if (product_slot >= 0) ring.release(product_slot);
       }
 
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const RowStats row = stats[warp_row + lane.row + 8 * half];
-#pragma unroll
-        for (int n = 0; n < kColumnBlocks; ++n) {
-#pragma unroll
-          for (int e = 2 * half; e < 2 * half + 2; ++e)
-            logit_gradients<SIDE>(s1[0][n][e], s2[0][n][e], problem.log2_scale1, problem.log2_scale2, row);
-        }
-      }
+      gradients_of_rows<SIDE>(s1, s2, problem, stats + warp_row, lane);
       auto& own = SIDE == 1 ? s1 : s2;
       const int first_key = tile * kKeys;
       if (first_key < unmasked.begin || first_key + kKeys > unmasked.end) {
-        int begin[1][2], end[1][2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = kept_rows.begin + warp_row + lane.row + 8 * half;
-          begin[0][half] = kept_rows.band.first_key(row) - first_key;
-          end[0][half] = kept_rows.band.end_key(row) - first_key;
-        }
-        hide_unseen_rows(own, begin, end, lane);
+        hide_keys_unseen(own, kept_rows.band, kept_rows.begin + warp_row, first_key, lane);
         clear_rows<kKeys>(ring.slice(own_slot), chunks_of(kOwnDim), first_key, keys, warpgroup);
       }
       to_operand<Element>(operand, own);

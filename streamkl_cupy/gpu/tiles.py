@@ -35,7 +35,6 @@ class Tile:
     stages: int
     min_blocks: int
     reason: str
-    chunk: int = 0
     result: int = 0
 
     @property
@@ -103,8 +102,10 @@ OWN_TILE_BYTES = 128
 BACKWARD_SM90 = (Tile(8, 1, 64, 8, 1, "two warpgroups of 64 rows; 64 of the other side leave registers for logits, result and operands"),)
 """dQ and dK for compute capability 9.0, one side a launch."""
 
-CHUNKED_FORWARD = {False: (), True: ()}
-CHUNKED_BACKWARD = {False: (), True: ()}
+CHUNKED_FORWARD = (Tile(4, 2, 48, 2, 2, "logits take the registers; nothing else stays"),)
+CHUNKED_BACKWARD = (Tile(4, 1, 32, 2, 2, "128 columns of result in 64 registers leave room for FFMA's operands", result=128),)
+CHUNK_BYTES = 128
+"""A row of a chunk: 32 columns of float32, 64 of the 16-bit types."""
 
 
 def head_dim_class(head_dim: int) -> int:
@@ -194,14 +195,14 @@ def choose(rows: list[Specialisation], device: DeviceInfo) -> Specialisation:
 
 def _forward_rows(problem: Problem) -> list[Specialisation]:
     if chunked(problem):
-        return [_chunked_row("forward_chunked", problem.dtype, t, None) for t in CHUNKED_FORWARD[problem.dtype == "float32"]]
+        return [_chunked_row("forward_chunked", problem.dtype, t, "KEYS") for t in CHUNKED_FORWARD]
     return [_forward_row(problem.dtype, head_dim_class(problem.head_dim1), head_dim_class(problem.head_dim2), t) for t in FORWARD]
 
 
 def _backward_rows(problem: Problem, own: str, sides: tuple[int, ...]) -> list[Specialisation]:
     if chunked(problem):
-        table = CHUNKED_BACKWARD[problem.dtype == "float32"]
-        return [_chunked_row(f"backward_d{own}_chunked", problem.dtype, t, sides) for t in table]
+        streamed = "KEYS" if own == "q" else "QUERIES"
+        return [_chunked_row(f"backward_d{own}_chunked", problem.dtype, t, streamed, sides[0]) for t in CHUNKED_BACKWARD]
     d1, d2 = head_dim_class(problem.head_dim1), head_dim_class(problem.head_dim2)
     result = sum((d1, d2)[side - 1] for side in sides)
     table = BACKWARD_BOTH if len(sides) == 2 else BACKWARD_NARROW if result <= 64 else BACKWARD if result <= 128 else BACKWARD_WIDE
@@ -220,6 +221,17 @@ def _backward_row(own: str, dtype: str, d1: int, d2: int, sides: tuple[int, ...]
     shared = 2 * (tile.rows * (d1 + d2) + tile.stages * tile.streamed * max(d1, d2))
     shared += tile.rows * STATS_BYTES if own == "q" else tile.streamed * TERMS_BYTES
     return Specialisation(f"backward_d{own}_sm80.cu", f"backward_d{own}", tile, defines, shared, SPILL_BUDGET)
+
+
+def _chunked_row(entry: str, dtype: str, tile: Tile, streamed: str, side: int | None = None) -> Specialisation:
+    item = 4 if dtype == "float32" else 2
+    defines = (("ELEMENT", ELEMENTS[dtype]), *(d for d in _shape(tile, streamed) if d[0] != "STAGES"), ("CHUNK", CHUNK_BYTES // item))
+    shared = tile.stages * (tile.rows + tile.streamed) * CHUNK_BYTES
+    if side is not None:
+        defines += (("SIDES", side), ("RESULT", tile.result))
+        shared += tile.stages * tile.streamed * tile.result * item
+        shared += tile.rows * STATS_BYTES if streamed == "KEYS" else tile.streamed * TERMS_BYTES
+    return Specialisation(f"{entry}.cu", entry, tile, defines, shared, SPILL_BUDGET)
 
 
 def _shape(tile: Tile, streamed: str):
