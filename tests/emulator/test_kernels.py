@@ -223,7 +223,7 @@ def test_wide_heads_by_column_chunks(machine, dtype, d):
 
 
 def test_float32_takes_the_chunked_kernels(machine):
-    run(machine, inputs("float32", "bshd", n=(150, 100), d=(8, 40)), window=(60, 10))
+    run(machine, inputs("float32", "bshd", n=(150, 100), d=(8, 40)), layout="bshd", window=(60, 10))
     assert all("chunked" in entry for entry in machine.launched if "merge" not in entry)
 
 
