@@ -174,6 +174,18 @@ __device__ __forceinline__ void scale_all(float (&values)[kRowBlocks][kColumnBlo
   }
 }
 
+template <int kRowBlocks, int kColumnBlocks>
+__device__ __forceinline__ void clear(float (&values)[kRowBlocks][kColumnBlocks][4]) {
+#pragma unroll
+  for (int m = 0; m < kRowBlocks; ++m) {
+#pragma unroll
+    for (int n = 0; n < kColumnBlocks; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) values[m][n][e] = 0.0f;
+    }
+  }
+}
+
 // Writes a warp's accumulators, each row times its factor; rows that take no part (`valid_end` on) become zero.
 // `rows` points at the owned head's first row of the sequence, `first_row` is the row of accumulator element (0, 0).
 template <typename Element, int kRowBlocks, int kColumnBlocks>

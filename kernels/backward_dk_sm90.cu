@@ -156,7 +156,7 @@ backward_dk_sm90(const __grid_constant__ Problem problem, const __grid_constant_
     }
     wgmma_wait<0>();
     hold(result);
-    if (product_slot < 0) scale_all(gradient, 0.0f);
+    if (product_slot < 0) clear(gradient);  // nothing was seen, and the registers hold anything
 
     // Results.
     float factor[1][2];

@@ -135,7 +135,7 @@ backward_dq_sm90(const __grid_constant__ Problem problem, const __grid_constant_
     }
     wgmma_wait<0>();
     hold(result);
-    if (product_slot < 0) scale_all(gradient, 0.0f);
+    if (product_slot < 0) clear(gradient);  // nothing was seen, and the registers hold anything
 
     // Results. g is applied to the sum in float32.
     const float scale = SIDE == 1 ? problem.scale1 : problem.scale2;

@@ -92,15 +92,15 @@ def explain(call, wrt, dtype) -> list[str]:
     """Lines on the inputs, the kernels and the workspace."""
     forward_kernels, kernels = _gpu()
     problem, index = padding.padded_problem(call.problem), call.views["q1"].device[1]
-    lines = []
-    for name in padding.input_copies(call.views):
+    lines, copied = [], padding.input_copies(call.views)
+    for name in copied:
         array = call.views[name]
         lines.append(f"{name}: copied once a call, {padding.buffer_bytes(array.shape, array.dtype)} bytes: {padding.reason_to_copy(array)}")
     if not lines:
         lines.append("inputs: read in place")
-    addressable = forward_kernels.tensor_map.addressable(problem, *(call.views[n] for n in SIDES))
-    lines += forward_kernels.explain(problem, index, addressable)
-    lines += kernels.explain(problem, wrt, dtype, index, addressable)
+    in_place = {n: call.views[n] for n in SIDES if n not in copied}
+    lines += forward_kernels.explain(problem, index, in_place)
+    lines += kernels.explain(problem, wrt, index, in_place)
     for name in padding.padded_gradients(call.problem, wrt):
         size = padding.buffer_bytes(call.problem.shape(name), dtype)
         lines.append(f"gradient of {name}: through a padded buffer of {size} bytes")

@@ -81,10 +81,11 @@ def _row_weights(problem: Problem, weights, reduced):
     return parameters.pack_row_weights(weights.pointer, factor, *strides, 0.0, parameters.WEIGHT_TYPES[weights.dtype])
 
 
-def explain(problem: Problem, wrt, dtype, device_index: int, tensor_maps: bool) -> list[str]:
-    """One line a launch."""
+def explain(problem: Problem, wrt, device_index: int, in_place) -> list[str]:
+    """One line a launch. `in_place` are the views that are not copied first."""
+    maps = tensor_map.addressable(problem, *in_place.values())
     return [
         f"backward: {spec.source} ({spec.entry}, side {dict(spec.defines).get('SIDES', dict(spec.defines).get('SIDE'))}) on {device_info(device_index).name}, "
         f"tile {spec.tile.rows} x {spec.tile.streamed} ({spec.tile.reason}), grid {grid}, {spec.shared_bytes} bytes of shared memory a block"
-        for spec, _, grid in plan(problem, tuple(wrt), device_index, tensor_maps)
+        for spec, _, grid in plan(problem, tuple(wrt), device_index, maps)
     ]

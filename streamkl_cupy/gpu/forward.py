@@ -137,9 +137,9 @@ def reduce_rows(problem: Problem, rows, reduced, workspace: ArrayView | None, al
     launch(second, (1,), REDUCE_THREADS, args, stream)
 
 
-def explain(problem: Problem, device_index: int, tensor_maps: bool) -> list[str]:
-    """One line on the kernel, one on the grid, one on the memory."""
-    chosen = plan(problem, device_index, tensor_maps)
+def explain(problem: Problem, device_index: int, in_place) -> list[str]:
+    """One line on the kernel, one on the grid, one on the memory. `in_place` are the views that are not copied first."""
+    chosen = plan(problem, device_index, tensor_map.addressable(problem, *(v for n, v in in_place.items() if n in ("k1", "k2"))))
     spec, tile = chosen.spec, chosen.spec.tile
     return [
         f"forward: {spec.source} on {device_info(device_index).name}, tile {tile.rows} x {tile.streamed} ({tile.reason})",
