@@ -1,6 +1,6 @@
 // One block of threads on the CPU: who runs, who waits for whom, and what is wrong when nobody can.
 //
-// A warp runs until all its lanes wait at a barrier; then the next warp does. A collective of a warp is computed by the lane that
+// A warp runs until all its lanes wait at a barrier; then the next warp does, or a random one on Hopper. A collective of a warp is computed by the lane that
 // comes last, on operands that lie on the others' stacks.
 #pragma once
 
@@ -37,6 +37,7 @@ struct Thread {
   std::vector<Copy> copies;      // committed or not, oldest first
   std::vector<unsigned> groups;  // committed groups in flight, oldest first: how many copies each has
   unsigned uncommitted;
+  unsigned proxy_fences;
 };
 
 struct Warp {
@@ -50,7 +51,11 @@ struct Warp {
 struct Chunk {
   int written_since, writer, read_since, reader;  // warps; reader is kSeveral where more than one read
   int in_flight;
+  // Who wrote it last by an ordinary store or cp.async, and after how many proxy fences of its own; kNobody: a bulk copy.
+  int stored_by;
+  unsigned fences_before;
 };
+constexpr int kNobody = -1;
 constexpr int kSeveral = -1;
 
 struct Range {
@@ -75,6 +80,16 @@ struct Block {
 };
 inline Block block;
 
+// What the hardware does besides the threads: ptx_sm90_emulated.hpp fills this in.
+struct Hooks {
+  void (*begin)();                      // a block starts
+  int (*next_warp)(int warp);           // a thread of this warp gives the CPU away: which warp to ask first
+  bool (*advance)();                    // no thread can run: one thing in flight takes place; false where nothing is
+  void (*leave)();                      // a thread returns
+  std::string (*detail)(const Thread&);  // what else there is to say about where a thread waits
+};
+inline Hooks hooks;
+
 inline std::string where() {
   const uint3& b = block.index;
   return "block (" + std::to_string(b.x) + ", " + std::to_string(b.y) + ", " + std::to_string(b.z) + "): ";
@@ -82,7 +97,7 @@ inline std::string where() {
 
 // Ends the launch; what the threads have on their stacks is left there.
 [[noreturn]] inline void fail(const char* format, ...) {
-  char what[512];
+  char what[2048];
   va_list arguments;
   va_start(arguments, format);
   std::vsnprintf(what, sizeof what, format, arguments);
@@ -92,7 +107,25 @@ inline std::string where() {
   __builtin_unreachable();
 }
 
-inline std::string whereabouts(const Thread& t) { return t.returned ? "has returned" : std::string("waits at ") + t.waits_at; }
+inline std::string whereabouts(const Thread& t) {
+  if (t.returned) return "has returned";
+  return std::string("waits at ") + t.waits_at + (hooks.detail == nullptr ? "" : hooks.detail(t));
+}
+
+// Every warp's lanes that have not returned, those together that wait at the same.
+inline std::string all_whereabouts() {
+  std::string all, last;
+  for (std::size_t w = 0; w < block.warps.size(); ++w) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const Thread& t = block.threads[w * kLanes + lane];
+      if (t.returned) continue;
+      const std::string text = "warp " + std::to_string(w) + " " + whereabouts(t);
+      if (text != last) all += (all.empty() ? "" : "; ") + text;
+      last = text;
+    }
+  }
+  return all;
+}
 
 [[noreturn]] inline void fail_stuck() {
   for (std::size_t w = 0; w < block.warps.size(); ++w) {
@@ -104,24 +137,27 @@ inline std::string whereabouts(const Thread& t) { return t.returned ? "has retur
     }
   }
   for (const Thread& t : block.threads) {
-    if (t.returned) fail("%d threads wait at __syncthreads, and lane %d of warp %d has returned", block.at_barrier, t.lane, t.warp);
+    if (block.at_barrier > 0 && t.returned) fail("%d threads wait at __syncthreads, and lane %d of warp %d has returned", block.at_barrier, t.lane, t.warp);
   }
-  fail("no thread can run");
+  fail("no thread can run: %s", all_whereabouts().c_str());
 }
 
-// Gives the CPU to a thread that can run: of this warp if there is one.
+// Gives the CPU to a thread that can run: of this warp if there is one, unless `next_warp` has it otherwise.
 inline void run_another() {
   Thread& from = *block.current;
   const int count = static_cast<int>(block.warps.size());
-  for (int i = 0; i < count; ++i) {
-    const int w = (from.warp + i) % count;
-    const unsigned runnable = block.warps[w].runnable;
-    if (runnable == 0) continue;
-    const unsigned later = i != 0 || from.lane == kLanes - 1 ? 0 : runnable & (kFullMask << (from.lane + 1));
-    block.current = &block.threads[w * kLanes + __builtin_ctz(later != 0 ? later : runnable)];
-    switch_fiber(from.fiber, block.current->fiber);
-    return;
-  }
+  do {
+    const int first = hooks.next_warp == nullptr ? from.warp : hooks.next_warp(from.warp);
+    for (int i = 0; i < count; ++i) {
+      const int w = (first + i) % count;
+      const unsigned runnable = block.warps[w].runnable;
+      if (runnable == 0) continue;
+      const unsigned later = w != from.warp || from.lane == kLanes - 1 ? 0 : runnable & (kFullMask << (from.lane + 1));
+      block.current = &block.threads[w * kLanes + __builtin_ctz(later != 0 ? later : runnable)];
+      if (block.current != &from) switch_fiber(from.fiber, block.current->fiber);
+      return;
+    }
+  } while (hooks.advance != nullptr && hooks.advance());
   fail_stuck();
 }
 
@@ -130,6 +166,10 @@ inline void wait_at(const char* name) {
   t.waits_at = name;
   block.warps[t.warp].runnable &= ~(1u << t.lane);
   run_another();
+}
+inline void wake(Thread& t) {
+  t.waits_at = nullptr;
+  block.warps[t.warp].runnable |= 1u << t.lane;
 }
 
 // All lanes of a warp come together; the last one computes for all, `compute(operands)`, one pointer a lane.
@@ -161,6 +201,7 @@ inline void barrier() {
 // What a fiber runs: one thread of the kernel.
 inline void thread_main() {
   block.kernel();
+  if (hooks.leave != nullptr) hooks.leave();
   Thread& t = *block.current;
   t.returned = true;
   block.warps[t.warp].runnable &= ~(1u << t.lane);
@@ -172,7 +213,7 @@ inline void thread_main() {
 inline void run_block(uint3 index, char* stacks) {
   block.index = index;
   std::memset(block.shared, 0xff, block.shared_bytes + kCanaryBytes);  // NaN in every type
-  block.chunks.assign(block.shared_bytes / 16 + 1, Chunk{-1, 0, -1, 0, 0});
+  block.chunks.assign(block.shared_bytes / 16 + 1, Chunk{-1, 0, -1, 0, 0, kNobody, 0});
   const int count = static_cast<int>(block.threads.size());
   for (int i = 0; i < count; ++i) {
     Thread& t = block.threads[i];
@@ -184,13 +225,14 @@ inline void run_block(uint3 index, char* stacks) {
     t.returned = false;
     t.copies.clear();
     t.groups.clear();
-    t.uncommitted = 0;
+    t.uncommitted = t.proxy_fences = 0;
     prepare(t.fiber, stacks + i * kStackBytes, thread_main);
   }
   block.warps.assign(count / kLanes, Warp{kFullMask, 0, nullptr, {}});
   block.live = count;
   block.at_barrier = block.barriers = 0;
   block.current = &block.threads[0];
+  if (hooks.begin != nullptr) hooks.begin();
   switch_fiber(block.scheduler, block.current->fiber);
   for (unsigned i = block.shared_bytes; i < block.shared_bytes + kCanaryBytes && block.error.empty(); ++i) {
     if (block.shared[i] != 0xff)

@@ -3,7 +3,7 @@
     kernel = Emulated("forward_sm80.cu", "forward", {"ELEMENT": "Half", ...})
     kernel.launch((blocks, splits), 128, [problem_record, output_record], shared_bytes, [q1, k1, q2, k2])
 
-The kernel's source is what NVRTC gets, except that ptx_sm80_emulated.hpp stands for ptx_sm80.cuh. `printf` works in kernels.
+The kernel's source is what NVRTC gets, except that ptx_*_emulated.hpp stand for ptx_*.cuh. `printf` works in kernels.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ HERE = Path(__file__).resolve().parent
 CACHE = HERE / "__pycache__"
 COMPILER = shutil.which("g++")
 # No contraction: the products and sums of the source are rounded one by one, and only `fmaf` is fused.
-OPTIONS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-w")
-PTX = re.compile(r'^#line 1 "ptx_sm80\.cuh"\n.*?(?=^#line )', re.MULTILINE | re.DOTALL)
+# No unique symbols: they would be one variable in all the libraries of a process.
+OPTIONS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique", "-fPIC", "-shared", "-w")
+PTX = re.compile(r'^#line 1 "(ptx_sm\d+)\.cuh"\n.*?(?=^#line )', re.MULTILINE | re.DOTALL)
+PARAMETER_ALIGNMENT = 64
+"""Of TensorMap; no struct asks for more."""
 DYNAMIC_SHARED = re.compile(r"\bextern\s+__shared__\s+(?:__align__\(\w+\)\s+)?([\w\s:]+?)\s+(\w+)\[\];")
 
 _lock = threading.Lock()  # a library's block is a global of it
@@ -106,8 +109,8 @@ class Emulated:
         launch = _Launch(grid=_shape(grid), threads=_shape(block), shared_bytes=shared_bytes)
         if np.prod(launch.threads) % 32:
             raise ValueError(f"block is {block}; the emulator takes whole warps")
-        buffers = [ctypes.create_string_buffer(v, len(v)) for v in values]
-        arguments = (ctypes.c_void_p * max(len(buffers), 1))(*(ctypes.addressof(b) for b in buffers))
+        buffers = [_aligned(v) for v in values]
+        arguments = (ctypes.c_void_p * max(len(buffers), 1))(*(b.ctypes.data for b in buffers))
         ranges = np.array([_extent(a) for a in memory], np.uint64).reshape(-1, 2)
         launch.ranges, launch.range_count = ranges.ctypes.data, len(ranges)
         launch.arguments = ctypes.addressof(arguments)
@@ -125,6 +128,13 @@ def _bytes(arg) -> bytes:
     return arg.tobytes()
 
 
+def _aligned(value: bytes) -> np.ndarray:
+    buffer = np.zeros(len(value) + PARAMETER_ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % PARAMETER_ALIGNMENT
+    buffer[start : start + len(value)] = np.frombuffer(value, np.uint8)
+    return buffer[start : start + len(value)]
+
+
 def _extent(array: np.ndarray) -> tuple[int, int]:
     """The addresses of an array's first byte and of the byte after its last."""
     if array.size == 0:
@@ -139,8 +149,8 @@ def _shape(shape: int | tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def _emulated_source(source: str, entry: str, defines: Mapping[str, int | str]) -> str:
-    ptx = '#line 1 "ptx_sm80_emulated.hpp"\n' + (HERE / "ptx_sm80_emulated.hpp").read_text() + "\n"
-    source = DYNAMIC_SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulated::block.shared);", PTX.sub(lambda _: ptx, source))
+    source = PTX.sub(lambda match: _emulated_ptx(f"{match[1]}_emulated.hpp"), source)
+    source = DYNAMIC_SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulated::block.shared);", source)
     macros = "".join(f"#define {name} {int(value) if isinstance(value, bool) else value}\n" for name, value in sorted(defines.items()))
     calls = f"""
 #line 1 "emulated_launch"
@@ -151,6 +161,10 @@ extern "C" const char* emulated_launch(const emulated::Launch* launch, long long
 }}
 """
     return f'#include "cuda.hpp"\n{macros}{source}{calls}'
+
+
+def _emulated_ptx(name: str) -> str:
+    return f'#line 1 "{name}"\n{(HERE / name).read_text()}\n'
 
 
 @functools.lru_cache(maxsize=1)

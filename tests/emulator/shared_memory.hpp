@@ -24,6 +24,20 @@ inline const unsigned char* read_piece(const char* name, unsigned address) {
   return block.shared + address;
 }
 
+// The asynchronous proxy (bulk copies, wgmma) sees what a thread stored only after a proxy fence of that thread.
+inline void mark_stored(unsigned address) {
+  Chunk& c = block.chunks[address / 16];
+  c.stored_by = static_cast<int>(block.current - block.threads.data());
+  c.fences_before = block.current->proxy_fences;
+}
+inline void check_fenced(const char* name, unsigned address) {
+  const Chunk& c = block.chunks[address / 16];
+  if (c.in_flight != 0) fail("%s at shared address %u while a cp.async to it is in flight", name, address);
+  if (c.stored_by == kNobody || block.threads[c.stored_by].proxy_fences != c.fences_before) return;
+  fail("%s at shared address %u, which warp %d, lane %d stored to without a proxy_fence since", name, address, c.stored_by / kLanes,
+       c.stored_by % kLanes);
+}
+
 inline void issue_copy(unsigned to, const void* from, bool inside) {
   check_piece("cp.async", to);
   if (inside) {
@@ -61,6 +75,7 @@ inline void wait_copies(unsigned pending_groups) {
     --c.in_flight;
     c.written_since = block.barriers;
     c.writer = t.warp;
+    mark_stored(copy.to);
   }
   t.copies.erase(t.copies.begin(), t.copies.begin() + copies);
   t.groups.erase(t.groups.begin(), t.groups.begin() + groups);

@@ -1,0 +1,98 @@
+"""The Hopper kernels from the launching code down, like test_kernels.py: bulk copies and products take place as late as they may."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy", reason="the launching code needs CuPy, though no GPU")
+
+from streamkl_cupy.gpu import backward, forward
+
+from .machine import HOPPER, Machine, inputs, ints, run
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    machine = Machine(HOPPER)
+    machine.install(monkeypatch)
+    yield machine
+    assert all("sm90" in entry for entry in machine.launched if "merge" not in entry and "reduce" not in entry)
+    forward.plan.cache_clear()
+    backward.plan.cache_clear()
+
+
+def padded(dtype, layout, lengths_q, lengths_k, **sizes):
+    """Inputs with NaN behind the valid lengths."""
+    arrays = inputs(dtype, layout, batch=len(lengths_q), **sizes)
+    for name, array in arrays.items():
+        for index, length in enumerate(lengths_q if name[0] == "q" else lengths_k):
+            array[index, :, length:] = np.nan
+    return arrays
+
+
+CASES = {
+    "plain": ("bhsd", {}),
+    "causal": ("bshd", {"causal": True}),
+    "causal from an offset": ("sbhd", {"causal": True, "q_offset": 30}),
+    "window": ("bhsd", {"window": (20, 9)}),
+    "rows that see nothing": ("bshd", {"window": (5, 0), "q_offset": ints(-20, 100)}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_masks_and_layouts(machine, dtype, name):
+    """Query heads share keys, on side 2 more of them; the columns of side 2 are fewer than its class."""
+    layout, options = CASES[name]
+    run(machine, inputs(dtype, layout, n=(150, 203)), layout=layout, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_padded_batch(machine, dtype):
+    """NaN behind the valid lengths, one of which is 0."""
+    lengths_q, lengths_k = ints(129, 0, 31), ints(70, 12, 161)
+    arrays = padded(dtype, "bhsd", lengths_q, lengths_k, heads=(2, 1, 2), n=(140, 170))
+    run(machine, arrays, seqlens_q=lengths_q, seqlens_k=lengths_k, causal=True)
+
+
+def test_sequences_without_keys(machine):
+    lengths_q, lengths_k = ints(130, 20), ints(0, 90)
+    arrays = padded("bfloat16", "bhsd", lengths_q, lengths_k, heads=(2, 1, 1), n=(140, 100))
+    run(machine, arrays, seqlens_q=lengths_q, seqlens_k=lengths_k)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_packed_segments(machine, dtype):
+    """Zero-length segments on either side, and NaN in the tail that belongs to none."""
+    arrays = inputs(dtype, "thd", heads=(2, 2, 1), n=(311, 270))
+    for name, array in arrays.items():
+        array[{"q": 305, "k": 260}[name[0]] :] = np.nan
+    run(machine, arrays, layout="thd", cu_seqlens_q=ints(0, 0, 140, 150, 150, 305), cu_seqlens_k=ints(0, 30, 100, 100, 150, 260))
+
+
+def test_splits_over_the_keys(machine):
+    run(machine, inputs("bfloat16", "bhsd", heads=(2, 1, 1), n=(37, 700), batch=1), wrt=("q2",))
+    assert machine.launched[:2] == ["forward_sm90", "forward_merge_splits"]
+
+
+@pytest.mark.parametrize("heads", [(4, 1, 2), (4, 4, 1)])
+def test_heads_that_share_keys(machine, heads):
+    """With more key heads on the other side, its keys change in the middle of a group."""
+    run(machine, inputs("bfloat16", "bhsd", heads=heads, batch=1, n=(70, 90)), wrt=("k1", "k2"), causal=True)
+
+
+@pytest.mark.parametrize("d", [(128, 64), (24, 128)])
+def test_two_chunks_of_columns(machine, d):
+    run(machine, inputs("bfloat16", "bhsd", heads=(2, 1, 2), batch=1, n=(140, 150), d=d), wrt=("q1", "k2"), causal=True)
+
+
+def test_row_weights(machine):
+    """Tiny weights of a float16 array too: g goes in through a power of two."""
+    weights = (np.random.default_rng(1).normal(size=(2, 4, 37)) * 1e-9).astype(np.float32)
+    weights[:, 1] *= 1e6
+    run(machine, inputs("float16", "bhsd", heads=(4, 2, 2)), weights=weights)
+
+
+def test_mean_and_gradients_in_the_dtype_of_the_inputs(machine):
+    run(machine, inputs("bfloat16", "bhsd"), weights=0.5, as_float32=False, reduction="mean", causal=True, q_offset=-10)
