@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import struct
 import sys
 import threading
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import cache
+from .cubin import complete, entry_points
 from .device import DeviceInfo, arch_for, device_info
 from .errors import import_cupy, import_nvrtc
 from .source import assemble, kernels_directory
@@ -26,6 +26,7 @@ __all__ = ["Compiled", "DeviceInfo", "EntryReport", "arch_for", "build", "device
 
 DEBUG_VARIABLE = "STREAMKL_CUPY_DEBUG"
 ACCELERATED_NVRTC = (12, 9)  # the first whose ptxas leaves the wgmma kernels as they are written
+CACHING_NVRTC = (12, 9)  # the first with a cache of its own, in the driver
 CACHE_FORMAT = 1
 
 Defines = Mapping[str, int | str] | tuple[tuple[str, int | str], ...]
@@ -34,11 +35,11 @@ Defines = Mapping[str, int | str] | tuple[tuple[str, int | str], ...]
 @dataclass(frozen=True)
 class EntryReport:
     """What ptxas says of one entry point: registers a thread, bytes of static shared memory, bytes of spill stores plus loads
-    a thread (with those of the functions that it calls)."""
+    a thread (with those of the functions that it calls). None where it said nothing."""
 
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
+    registers: int | None = None
+    spill_bytes: int | None = None
+    shared_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ def _build(source_name: str, defines, arch: str) -> Compiled:
         "-std=c++17",
         "--device-as-default-execution-space",
         "--ptxas-options=-v",
+        # What NVRTC takes from its own cache comes without ptxas' report and warnings.
+        *(["--no-cache"] if version >= CACHING_NVRTC else []),
         *(f"-D{name}={int(value) if isinstance(value, bool) else value}" for name, value in defines),
     ]
     source = assemble(source_name)
@@ -127,7 +130,7 @@ def _build(source_name: str, defines, arch: str) -> Compiled:
         cubin, log = _compile(nvrtc, source_name, source, options)
         entry = cache.write(key, cubin, log), cubin, log
     path, cubin, log = entry
-    compiled = Compiled(source_name, arch, defines, cubin, path, log, _read_log(log), from_cache)
+    compiled = Compiled(source_name, arch, defines, cubin, path, log, _reports(cubin, log), from_cache)
     if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
         _print(compiled)
     return compiled
@@ -150,7 +153,7 @@ def _compile(nvrtc, source_name: str, source: str, options: list[str]) -> tuple[
     program = nvrtc.createProgram(source, Path(source_name).name, [], [])
     try:
         nvrtc.compileProgram(program, options)
-        return _complete(nvrtc.getCUBIN(program)), _log(nvrtc, program)
+        return complete(nvrtc.getCUBIN(program)), _log(nvrtc, program)
     except nvrtc.NVRTCError as error:
         raise RuntimeError(f"{source_name} does not compile with {' '.join(options)} ({error}):\n{_log(nvrtc, program)}") from error
     finally:
@@ -161,27 +164,20 @@ def _log(nvrtc, program) -> str:
     return nvrtc.getProgramLog(program).rstrip("\0\n ")
 
 
-def _complete(cubin: bytes) -> bytes:
-    """`cubin` up to the end that its ELF header states: CuPy 14.2 cuts the last byte, a zero, as if it ended a string."""
-    program_headers, section_headers = struct.unpack_from("<QQ", cubin, 32)
-    program_size, program_count, section_size, section_count = struct.unpack_from("<HHHH", cubin, 54)
-    end = max(program_headers + program_size * program_count, section_headers + section_size * section_count)
-    return cubin.ljust(end, b"\0")
-
-
-def _read_log(log: str) -> dict[str, EntryReport]:
-    """The report of every entry point in what ptxas prints with -v."""
-    entries = {}
+def _reports(cubin: bytes, log: str) -> dict[str, EntryReport]:
+    """Every kernel in the binary, with what ptxas printed of it with -v, if it did."""
+    reports = dict.fromkeys(entry_points(cubin), EntryReport())
     for part in log.split("Compiling entry function '")[1:]:
         name = part[: part.index("'")]
         registers = re.search(r"Used (\d+) registers", part)
         shared = re.search(r"(\d+) bytes smem", part)
-        entries[name] = EntryReport(
-            registers=int(registers[1]),
-            spill_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill", part)),
-            shared_bytes=int(shared[1]) if shared else 0,
-        )
-    return entries
+        if registers and name in reports:
+            reports[name] = EntryReport(
+                registers=int(registers[1]),
+                spill_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill", part)),
+                shared_bytes=int(shared[1]) if shared else 0,
+            )
+    return reports
 
 
 def _print(compiled: Compiled) -> None:

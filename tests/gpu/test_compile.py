@@ -101,6 +101,25 @@ def test_the_report_of_ptxas_is_read_for_every_entry(nvrtc, write):
     assert 0 < entries["plain"].registers < 32 and entries["plain"].spill_bytes == 0 and entries["plain"].shared_bytes == 0
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+def test_entries_are_known_without_the_compiler_s_log(nvrtc, write, monkeypatch, arch):
+    """NVRTC's own cache gives binaries without a log. Functions that are no kernels are no entries."""
+    monkeypatch.setattr(jit, "_log", lambda *arguments: "")
+    called = "__device__ __noinline__ float called(float x) { return x * x + 1; }\n"
+    kernel = write("k.cu", called + SPILLING + 'extern "C" __global__ void calls(float* x) { x[0] = called(x[1]); }\n')
+    nothing_said = jit.EntryReport(registers=None, spill_bytes=None, shared_bytes=None)
+    assert jit.build(kernel, {}, arch).entries == dict.fromkeys(("calls", "plain", "spills"), nothing_said)
+
+
+@pytest.mark.parametrize("version, option", [((12, 8), False), ((12, 9), True), ((13, 0), True)])
+def test_nvrtc_s_own_cache_is_left_out(nvrtc, write, monkeypatch, version, option):
+    seen, compile_really = [], jit._compile
+    monkeypatch.setattr(jit, "_compile", lambda *arguments: seen.extend(arguments[-1]) or compile_really(*arguments))
+    monkeypatch.setattr(jit, "import_nvrtc", lambda: (nvrtc, version))
+    jit.build(write("k.cu", TINY), {"VALUE": 1}, "sm_80")
+    assert ("--no-cache" in seen) is option
+
+
 def test_defines_specialise_in_any_order_and_form(nvrtc, write):
     kernel = write(
         "k.cu",
@@ -114,8 +133,8 @@ def test_defines_specialise_in_any_order_and_form(nvrtc, write):
 
 def test_no_option_gives_up_exact_arithmetic(nvrtc, write, monkeypatch):
     """Subnormal inputs count, and the kernels say themselves where an approximate instruction will do."""
-    seen = []
-    monkeypatch.setattr(jit, "_compile", lambda *arguments: seen.extend(arguments[-1]) or (b"", ""))
+    seen, compile_really = [], jit._compile
+    monkeypatch.setattr(jit, "_compile", lambda *arguments: seen.extend(arguments[-1]) or compile_really(*arguments))
     jit.build(write("k.cu", TINY), {"VALUE": 1}, "sm_80")
     assert "-arch=sm_80" in seen and "-std=c++17" in seen and "-DVALUE=1" in seen
     assert not [option for option in seen if "fast" in option or "ftz" in option or "prec" in option or option.startswith("-I")]
