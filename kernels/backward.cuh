@@ -88,7 +88,7 @@ __device__ __forceinline__ void hide_queries_unseeing(float (&d)[kRowBlocks][kCo
     for (int half = 0; half < 2; ++half) {
       const int key = first_key + 16 * m + 8 * half + lane.row;
       begin[m][half] = band.first_row(key) - first_query;
-      end[m][half] = band.end_row(key) - first_query;
+      end[m][half] = key < band.k_valid ? band.end_row(key) - first_query : -kMostRows;
     }
   }
   hide_unseen_rows(d, begin, end, lane);
@@ -125,7 +125,20 @@ __device__ __forceinline__ QueryTerms query_terms(const Problem& problem, const 
   return {load(problem.rows, row_arrays_offset(problem, s, head) + query), row_weight(weights, s.batch_index, head, s.q_begin + query)};
 }
 
-// A power of two near the largest weight of a tile, the same in every lane; tiny but not 0 where all weights are 0.
+// The largest power of two up to |g|, but not so small that dividing by it overflows: where g is 0, too.
+__device__ __forceinline__ float power_of_two_near(float g) {
+  return fmaxf(__int_as_float(__float_as_int(g) & 0x7f800000), __int_as_float(8 << 23));
+}
+
+// The same for the largest of a warp's values, in every lane.
+__device__ __forceinline__ float power_of_two_near_largest(float g) {
+  float largest = fabsf(g);
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+  return power_of_two_near(largest);
+}
+
+// The same for the weights of a tile.
 template <int kQueries>
 __device__ __forceinline__ float weight_unit(const QueryTerms* terms, const Lane& lane) {
   float largest = 0.0f;
@@ -133,9 +146,7 @@ __device__ __forceinline__ float weight_unit(const QueryTerms* terms, const Lane
   for (int i = 0; i < kQueries; i += 32) {
     if (i + lane.index < kQueries) largest = fmaxf(largest, fabsf(terms[i + lane.index].g));
   }
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
-  return fmaxf(__int_as_float(__float_as_int(largest) & 0x7f800000), __int_as_float(8 << 23));
+  return power_of_two_near_largest(largest);
 }
 
 // Logits of a tile become their gradients, g / unit applied, where the columns are queries.

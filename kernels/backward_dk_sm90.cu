@@ -1,4 +1,4 @@
-// dK of one side on Hopper: TMA and wgmma, float16 and bfloat16, head dimensions up to 128; backward.cuh holds the formulas.
+// dK of one side on Hopper: TMA and wgmma, float16 and bfloat16, head dimensions up to 128; hopper_terms.cuh holds the formulas.
 //
 // The mirror of backward_dq_sm90.cu: two consumer warpgroups own 64 keys each, and the queries that see them stream by, all query
 // heads of the group one after the other. Logits are computed transposed, S^T = K Q^T, so that their gradient is again an operand
@@ -16,6 +16,7 @@
 #include "blocks.cuh"
 #include "hopper.cuh"
 #include "backward.cuh"
+#include "hopper_terms.cuh"
 
 using Element = ELEMENT;
 constexpr int kConsumers = 2;
@@ -38,7 +39,8 @@ backward_dk_sm90(const __grid_constant__ Problem problem, const __grid_constant_
   const Ring<STAGES, kSliceBytes> ring(own_tile + kOwnBytes);
   // Read again tile by tile: no registers are left to keep it in.
   OwnTile& kept_keys = *reinterpret_cast<OwnTile*>(shared + kOwnBytes + ring.kBytes);
-  QueryTerms* all_terms = reinterpret_cast<QueryTerms*>(&kept_keys + 1);
+  RowTerms* all_terms = reinterpret_cast<RowTerms*>(&kept_keys + 1);
+  float* units = reinterpret_cast<float*>(all_terms + STAGES / 2 * kQueries);  // what each tile's weights were divided by
 
   // Whose keys, and which queries see them.
   const int own_heads = SIDE == 1 ? problem.heads_k1 : problem.heads_k2;
@@ -57,7 +59,7 @@ backward_dk_sm90(const __grid_constant__ Problem problem, const __grid_constant_
     kept_keys = keys;
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(ring.full + 8 * i, i % 2 == 0 ? 33 : 1);
-      barrier_init(ring.empty + 8 * i, working);
+      barrier_init(ring.empty + 8 * i, max(working, 1));
     }
     proxy_fence();
   }
@@ -76,11 +78,22 @@ backward_dk_sm90(const __grid_constant__ Problem problem, const __grid_constant_
         ring.bring(at, SIDE == 1 ? &q1_map : &q2_map, chunks_of(kOwnDim), kQueries, query, head, s.batch_index);
       }
     } else if (warp == 1 && working > 0) {
+      float unit = kWideExponent<Element> ? 1.0f : 0.0f;
       for (int step = 0; step < steps; ++step) {
         const int head = first_head + step / tile_count, first_query = (tiles.begin + step % tile_count) * kQueries;
         ring.await_empty(at);
-        for (int i = lane; i < kQueries; i += 32)
-          all_terms[at.slot / 2 * kQueries + i] = query_terms(problem, weights, s, head, first_query + i, queries);
+        QueryTerms query[kQueries / 32];
+        float largest = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kQueries / 32; ++i) {
+          query[i] = query_terms(problem, weights, s, head, first_query + 32 * i + lane, queries);
+          largest = fmaxf(largest, fabsf(query[i].g));
+        }
+        if (!kWideExponent<Element>) unit = fmaxf(unit, power_of_two_near_largest(largest / kRaise<Element, SIDE>));
+#pragma unroll
+        for (int i = 0; i < kQueries / 32; ++i)
+          all_terms[at.slot / 2 * kQueries + 32 * i + lane] = row_terms<SIDE>(query[i].stats, query[i].g / unit);
+        if (!kWideExponent<Element> && lane == 0) units[at.slot / 2] = unit;
         barrier_arrive(ring.full + 8 * at.slot);
         at.advance();
         at.advance();
@@ -136,13 +149,12 @@ backward_dk_sm90(const __grid_constant__ Problem problem, const __grid_constant_
       hold(result);
       if (threadIdx.x % 128 == 0 && product_slot >= 0) ring.release(product_slot);
 
-      const QueryTerms* terms = all_terms + other_slot / 2 * kQueries;
       if (!kWideExponent<Element>) {
-        const float new_unit = fmaxf(step == 0 ? 0.0f : unit, weight_unit<kQueries>(terms, lane));
+        const float new_unit = units[other_slot / 2];
         if (new_unit != unit && step > 0) scale_all(gradient, unit / new_unit);
         unit = new_unit;
       }
-      gradients_of_columns<SIDE>(s1, s2, problem, terms, unit, lane);
+      gradients_by_column<SIDE>(s1, s2, problem.log2_scale1, problem.log2_scale2, all_terms + other_slot / 2 * kQueries, lane);
       auto& own = SIDE == 1 ? s1 : s2;
       warpgroup_barrier(warpgroup);  // everyone has read the statistics
       if (threadIdx.x % 128 == 0) ring.release(other_slot);

@@ -1,4 +1,4 @@
-// dQ of one side on Hopper: TMA and wgmma, float16 and bfloat16, head dimensions up to 128; backward.cuh holds the formulas.
+// dQ of one side on Hopper: TMA and wgmma, float16 and bfloat16, head dimensions up to 128; hopper_terms.cuh holds the formulas.
 //
 // Two consumer warpgroups own 64 query rows each and recompute their logits key tile by key tile. The gradient of the logits goes
 // from accumulators to operand registers without touching memory, and its product with the keys, which are still in the ring, runs
@@ -15,6 +15,7 @@
 #include "blocks.cuh"
 #include "hopper.cuh"
 #include "backward.cuh"
+#include "hopper_terms.cuh"
 
 using Element = ELEMENT;
 constexpr int kConsumers = 2;
@@ -36,7 +37,7 @@ backward_dq_sm90(const __grid_constant__ Problem problem, const __grid_constant_
   const Ring<STAGES, kSliceBytes> ring(own_tile + kOwnBytes);
   // Read again tile by tile: no registers are left to keep them in.
   OwnTile& kept_rows = *reinterpret_cast<OwnTile*>(shared + kOwnBytes + ring.kBytes);
-  RowStats* stats = reinterpret_cast<RowStats*>(&kept_rows + 1);
+  RowTerms* terms = reinterpret_cast<RowTerms*>(&kept_rows + 1);
 
   // Whose rows, and which keys they see.
   const OwnTile rows = query_tile(problem, blockIdx.x, kRows);
@@ -52,7 +53,7 @@ backward_dq_sm90(const __grid_constant__ Problem problem, const __grid_constant_
     kept_rows = rows;
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.empty + 8 * i, working);
+      barrier_init(ring.empty + 8 * i, max(working, 1));
     }
     proxy_fence();
   }
@@ -87,7 +88,8 @@ backward_dq_sm90(const __grid_constant__ Problem problem, const __grid_constant_
                                      rows.begin + warp_row, rows.valid_end, SIDE == 1 ? problem.head_dim2 : problem.head_dim1, lane);
     for (int i = threadIdx.x; i < kRows; i += 128 * kConsumers) {
       const int row = rows.begin + i;
-      stats[i] = row < rows.valid_end ? load(problem.rows, row_arrays_offset(problem, s, rows.head) + row) : RowStats{0, 0, 0, 0, 0};
+      terms[i] = row < rows.valid_end ? row_terms<SIDE>(load(problem.rows, row_arrays_offset(problem, s, rows.head) + row), kRaise<Element, SIDE>)
+                                      : RowTerms{0, 0, 0, 0};
     }
     copy_async_wait<0>();
     proxy_fence();  // what ordinary copies wrote, the tensor cores read
@@ -122,7 +124,7 @@ backward_dq_sm90(const __grid_constant__ Problem problem, const __grid_constant_
         if (product_slot >= 0) ring.release(product_slot);
       }
 
-      gradients_of_rows<SIDE>(s1, s2, problem, stats + warp_row, lane);
+      gradients_by_row<SIDE>(s1, s2, problem.log2_scale1, problem.log2_scale2, terms + warp_row, lane);
       auto& own = SIDE == 1 ? s1 : s2;
       const int first_key = tile * kKeys;
       if (first_key < unmasked.begin || first_key + kKeys > unmasked.end) {
@@ -138,7 +140,7 @@ backward_dq_sm90(const __grid_constant__ Problem problem, const __grid_constant_
     if (product_slot < 0) clear(gradient);  // nothing was seen, and the registers hold anything
 
     // Results. g is applied to the sum in float32.
-    const float scale = SIDE == 1 ? problem.scale1 : problem.scale2;
+    const float scale = (SIDE == 1 ? problem.scale1 : problem.scale2) / kRaise<Element, SIDE>;
     float factor[1][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -98,7 +98,7 @@ forward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ Fo
     kept_rows = rows;
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.empty + 8 * i, working);
+      barrier_init(ring.empty + 8 * i, max(working, 1));
     }
     proxy_fence();
   }

@@ -77,6 +77,7 @@ struct Problem {
 
 // One sequence and one head of it.
 struct Sequence {
+  int index;        // which one of the batch
   int batch_index;  // for Matrix::batch_stride: 0 when packed
   int q_rows;       // rows there are to write
   int q_valid;      // rows that take part: at most q_rows
@@ -94,6 +95,7 @@ __device__ __forceinline__ i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; 
 
 __device__ __forceinline__ Sequence sequence(const Problem& problem, int index) {
   Sequence s;
+  s.index = index;
   if (problem.cu_seqlens_q != nullptr) {
     const bool beyond = index >= problem.batch;  // what no segment covers: rows without keys, keys without rows
     s.batch_index = 0;

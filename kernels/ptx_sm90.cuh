@@ -39,6 +39,16 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Adds four floats to memory, unordered.
+__device__ __forceinline__ void add_to_global_4(float* to, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+// Stores a warp's four 8x8 matrices of 16-bit elements, rows of 16 bytes; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_x4(u32 row, const u32 (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");
+}
+
 // Registers a thread, for the calling warpgroup. All warpgroups together must stay within what the kernel was launched with, or
 // `take` waits for ever: 168 a thread with 384 threads, 128 with 512.
 template <int kRegisters>
@@ -63,8 +73,9 @@ __device__ __forceinline__ u64 wgmma_descriptor(u32 tile, u32 chunk_bytes = 16) 
   return (static_cast<u64>(1) << 62) | (static_cast<u64>(1024 >> 4) << 32) | (static_cast<u64>(chunk_bytes >> 4) << 16) | ((tile & 0x3ffff) >> 4);
 }
 
-// d[64 x n] (+)= a[64 x 16] b, with b[n x 16] by rows of n (0) or of 16 (transposed, 1); a in registers or in shared memory, by
-// rows of 64. `accumulate` 0 overwrites d. One function for each n that a kernel uses; a thread holds n / 2 elements of d.
+// d[64 x n] (+)= a[64 x 16] b, with b[n x 16] by rows of n (0) or of 16 (transposed, 1); a in registers or in shared memory, there
+// by rows of 64 (0) or of 16 (1). `accumulate` 0 overwrites d. One function for each n that a kernel uses; a thread holds n / 2
+// elements of d.
 #define WGMMA_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_F8(d, i) WGMMA_F4(d, i), WGMMA_F4(d, i + 4)
 #define WGMMA_F16(d, i) WGMMA_F8(d, i), WGMMA_F8(d, i + 8)
@@ -80,58 +91,58 @@ __device__ __forceinline__ u64 wgmma_descriptor(u32 tile, u32 chunk_bytes = 16) 
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 \
                "}, %" #B ", p, 1, 1, %" #T ";\n}" \
                : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposed))
-#define WGMMA_FROM_SHARED(N, TYPE, LIST, A, B, P, T, ...) \
+#define WGMMA_FROM_SHARED(N, TYPE, LIST, A, B, P, T, S, ...) \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n" \
-               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST "}, %" #A ", %" #B ", p, 1, 1, 0, %" #T ";\n}" \
-               : __VA_ARGS__ : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposed))
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST "}, %" #A ", %" #B ", p, 1, 1, %" #S ", %" #T ";\n}" \
+               : __VA_ARGS__ : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposed), "n"(kTransposedA))
 #define WGMMA_FUNCTIONS(TAG, TYPE) \
   template <int kTransposed = 0> \
   __device__ __forceinline__ void wgmma(TAG, float (&d)[8], const u32 (&a)[4], u64 b, int accumulate) { \
     WGMMA_FROM_REGISTERS(16, TYPE, WGMMA_D8, 8, 9, 10, 11, 12, 13, 14, WGMMA_F8(d, 0)); \
   } \
-  template <int kTransposed = 0> \
+  template <int kTransposed = 0, int kTransposedA = 0> \
   __device__ __forceinline__ void wgmma(TAG, float (&d)[8], u64 a, u64 b, int accumulate) { \
-    WGMMA_FROM_SHARED(16, TYPE, WGMMA_D8, 8, 9, 10, 11, WGMMA_F8(d, 0)); \
+    WGMMA_FROM_SHARED(16, TYPE, WGMMA_D8, 8, 9, 10, 11, 12, WGMMA_F8(d, 0)); \
   } \
   template <int kTransposed = 0> \
   __device__ __forceinline__ void wgmma(TAG, float (&d)[16], const u32 (&a)[4], u64 b, int accumulate) { \
     WGMMA_FROM_REGISTERS(32, TYPE, WGMMA_D16, 16, 17, 18, 19, 20, 21, 22, WGMMA_F16(d, 0)); \
   } \
-  template <int kTransposed = 0> \
+  template <int kTransposed = 0, int kTransposedA = 0> \
   __device__ __forceinline__ void wgmma(TAG, float (&d)[16], u64 a, u64 b, int accumulate) { \
-    WGMMA_FROM_SHARED(32, TYPE, WGMMA_D16, 16, 17, 18, 19, WGMMA_F16(d, 0)); \
+    WGMMA_FROM_SHARED(32, TYPE, WGMMA_D16, 16, 17, 18, 19, 20, WGMMA_F16(d, 0)); \
   } \
   template <int kTransposed = 0> \
   __device__ __forceinline__ void wgmma(TAG, float (&d)[32], const u32 (&a)[4], u64 b, int accumulate) { \
     WGMMA_FROM_REGISTERS(64, TYPE, WGMMA_D32, 32, 33, 34, 35, 36, 37, 38, WGMMA_F32(d, 0)); \
   } \
-  template <int kTransposed = 0> \
+  template <int kTransposed = 0, int kTransposedA = 0> \
   __device__ __forceinline__ void wgmma(TAG, float (&d)[32], u64 a, u64 b, int accumulate) { \
-    WGMMA_FROM_SHARED(64, TYPE, WGMMA_D32, 32, 33, 34, 35, WGMMA_F32(d, 0)); \
+    WGMMA_FROM_SHARED(64, TYPE, WGMMA_D32, 32, 33, 34, 35, 36, WGMMA_F32(d, 0)); \
   } \
   template <int kTransposed = 0> \
   __device__ __forceinline__ void wgmma(TAG, float (&d)[40], const u32 (&a)[4], u64 b, int accumulate) { \
     WGMMA_FROM_REGISTERS(80, TYPE, WGMMA_D40, 40, 41, 42, 43, 44, 45, 46, WGMMA_F32(d, 0), WGMMA_F8(d, 32)); \
   } \
-  template <int kTransposed = 0> \
+  template <int kTransposed = 0, int kTransposedA = 0> \
   __device__ __forceinline__ void wgmma(TAG, float (&d)[40], u64 a, u64 b, int accumulate) { \
-    WGMMA_FROM_SHARED(80, TYPE, WGMMA_D40, 40, 41, 42, 43, WGMMA_F32(d, 0), WGMMA_F8(d, 32)); \
+    WGMMA_FROM_SHARED(80, TYPE, WGMMA_D40, 40, 41, 42, 43, 44, WGMMA_F32(d, 0), WGMMA_F8(d, 32)); \
   } \
   template <int kTransposed = 0> \
   __device__ __forceinline__ void wgmma(TAG, float (&d)[48], const u32 (&a)[4], u64 b, int accumulate) { \
     WGMMA_FROM_REGISTERS(96, TYPE, WGMMA_D48, 48, 49, 50, 51, 52, 53, 54, WGMMA_F32(d, 0), WGMMA_F16(d, 32)); \
   } \
-  template <int kTransposed = 0> \
+  template <int kTransposed = 0, int kTransposedA = 0> \
   __device__ __forceinline__ void wgmma(TAG, float (&d)[48], u64 a, u64 b, int accumulate) { \
-    WGMMA_FROM_SHARED(96, TYPE, WGMMA_D48, 48, 49, 50, 51, WGMMA_F32(d, 0), WGMMA_F16(d, 32)); \
+    WGMMA_FROM_SHARED(96, TYPE, WGMMA_D48, 48, 49, 50, 51, 52, WGMMA_F32(d, 0), WGMMA_F16(d, 32)); \
   } \
   template <int kTransposed = 0> \
   __device__ __forceinline__ void wgmma(TAG, float (&d)[64], const u32 (&a)[4], u64 b, int accumulate) { \
     WGMMA_FROM_REGISTERS(128, TYPE, WGMMA_D64, 64, 65, 66, 67, 68, 69, 70, WGMMA_F32(d, 0), WGMMA_F32(d, 32)); \
   } \
-  template <int kTransposed = 0> \
+  template <int kTransposed = 0, int kTransposedA = 0> \
   __device__ __forceinline__ void wgmma(TAG, float (&d)[64], u64 a, u64 b, int accumulate) { \
-    WGMMA_FROM_SHARED(128, TYPE, WGMMA_D64, 64, 65, 66, 67, WGMMA_F32(d, 0), WGMMA_F32(d, 32)); \
+    WGMMA_FROM_SHARED(128, TYPE, WGMMA_D64, 64, 65, 66, 67, 68, WGMMA_F32(d, 0), WGMMA_F32(d, 32)); \
   }
 WGMMA_FUNCTIONS(BFloat16, "bf16")
 WGMMA_FUNCTIONS(Half, "f16")

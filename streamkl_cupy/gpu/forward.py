@@ -12,6 +12,7 @@ from ..problem import Problem
 from . import merge, parameters, tensor_map, tiles
 from .device import DeviceInfo, device_info
 from .launch import grid_blocks, kernel, launch, plain_kernel
+from .specialisation import RESERVED_BYTES, Specialisation
 
 ROW_BYTES = 20
 """Five float32 a row: what a split leaves behind until it is merged."""
@@ -28,7 +29,7 @@ NAMES = ("kl", "ref1", "logsum1", "ref2", "logsum2")
 class Plan(NamedTuple):
     """`whole` row tiles have a block each, the other `split` ones `splits` blocks each over a part of the keys."""
 
-    spec: tiles.Specialisation
+    spec: Specialisation
     whole: int
     split: int
     splits: int
@@ -46,14 +47,14 @@ def plan(problem: Problem, device_index: int, tensor_maps: bool) -> Plan:
     return split_tail(problem, spec, grid_blocks(problem, problem.seqlen_q, problem.heads, spec.tile.rows), device)
 
 
-def split_tail(problem: Problem, spec: tiles.Specialisation, blocks: int, device: DeviceInfo) -> Plan:
+def split_tail(problem: Problem, spec: Specialisation, blocks: int, device: DeviceInfo) -> Plan:
     """Splits the row tiles that are left over after whole waves of blocks, so that the last wave, too, fills the card.
 
     `splits` blocks for each of r left tiles take ceil(r * splits / capacity) / splits waves. Each keeps some tiles of keys, so
     that it is worth its start. Under a mask the last tiles are the lightest and fill the gaps themselves, unless there are no
     others.
     """
-    resident = min(spec.tile.min_blocks, device.shared_memory_per_multiprocessor // (spec.shared_bytes + tiles.RESERVED_BYTES))
+    resident = min(spec.tile.min_blocks, device.shared_memory_per_multiprocessor // (spec.shared_bytes + RESERVED_BYTES))
     capacity = device.multiprocessors * max(resident, 1)
     whole = blocks // capacity * capacity
     left = blocks - whole
@@ -102,8 +103,8 @@ def run(problem: Problem, views, rows, reduced, workspace: ArrayView | None, str
             parameters.forward_output(rows, partial, stride, chosen.whole, chosen.splits),
         )
         maps = tuple(tensor_map.rows_map(problem, views[name], spec.tile.streamed) for name in ("k1", "k2")) if spec.accelerated else ()
-        blocks, threads = chosen.whole + chosen.split * chosen.splits, spec.tile.threads + 128 * spec.accelerated
-        launch(kernel(spec, device_index), (blocks,), threads, args + maps, stream, spec.shared_bytes)
+        blocks = chosen.whole + chosen.split * chosen.splits
+        launch(kernel(spec, device_index), (blocks,), spec.threads, args + maps, stream, spec.shared_bytes)
         if chosen.split:
             merge_splits = plain_kernel("forward_merge.cu", "forward_merge_splits", device_index)
             launch(merge_splits, (chosen.split,), merge.THREADS, (*args, np.int32(spec.tile.rows)), stream)

@@ -9,7 +9,7 @@ import cupy
 from ..problem import Problem
 from .compile import load
 from .device import arch_for, device_info
-from .tiles import Specialisation
+from .specialisation import Specialisation
 
 LARGEST_GRID = 2**31 - 1
 
@@ -55,3 +55,8 @@ class StreamPointer:
 def launch(function, grid: tuple[int, ...], threads: int, args, stream: int, shared_bytes: int = 0) -> None:
     """Launches on the current device, without waiting. 2 (the per-thread default stream) and 1 (the legacy one) are the driver's."""
     function(grid, (threads,), args, shared_mem=shared_bytes, stream=cupy.cuda.Stream.null if stream == 0 else StreamPointer(stream))
+
+
+def zero(pointer: int, size: int, stream: int) -> None:
+    """Zeroes `size` bytes of the current device, without waiting."""
+    cupy.cuda.runtime.memsetAsync(pointer, 0, size, stream)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 
 from streamkl_cupy import reference
@@ -28,7 +30,7 @@ class Machine:
     def install(self, monkeypatch):
         """Puts itself in the place of what launches, of the device's properties, and of the driver's tensor maps."""
         for module in (forward, backward, merge):
-            for name in ("kernel", "plain_kernel", "launch"):
+            for name in ("kernel", "plain_kernel", "launch", "zero"):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, getattr(self, name))
             if hasattr(module, "device_info"):
@@ -47,6 +49,9 @@ class Machine:
         report = function.launch(grid, threads, args, shared_bytes, self.memory)
         assert report.bank_conflicts == 0, function.entry
         self.launched.append(function.entry)
+
+    def zero(self, pointer, size, stream):
+        ctypes.memset(pointer, 0, size)
 
     def allocate(self, count):
         self.scratch = np.full(count, 0xFF, np.uint8)

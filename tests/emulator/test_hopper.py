@@ -17,7 +17,7 @@ def machine(monkeypatch):
     machine = Machine(HOPPER)
     machine.install(monkeypatch)
     yield machine
-    assert all("sm90" in entry for entry in machine.launched if "merge" not in entry and "reduce" not in entry)
+    assert all("sm90" in entry for entry in machine.launched if not any(name in entry for name in ("merge", "reduce", "write_dq")))
     forward.plan.cache_clear()
     backward.plan.cache_clear()
 
@@ -96,3 +96,45 @@ def test_row_weights(machine):
 
 def test_mean_and_gradients_in_the_dtype_of_the_inputs(machine):
     run(machine, inputs("bfloat16", "bhsd"), weights=0.5, as_float32=False, reduction="mean", causal=True, q_offset=-10)
+
+
+class TestFused:
+    """dQ and dK of a side in one launch."""
+
+    @pytest.mark.parametrize("name", CASES)
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_masks_and_layouts(self, machine, dtype, name):
+        layout, options = CASES[name]
+        run(machine, inputs(dtype, layout, n=(150, 203)), deterministic=False, layout=layout, **options)
+        assert machine.launched[1:] == ["backward_sm90", "write_dq"] * 2
+
+    def test_padded_batch_and_row_weights(self, machine):
+        lengths_q, lengths_k = ints(129, 0, 31, 100), ints(70, 12, 161, 0)
+        arrays = padded("bfloat16", "bhsd", lengths_q, lengths_k, heads=(2, 1, 2), n=(140, 170))
+        weights = np.random.default_rng(1).normal(size=(4, 2, 140)).astype(np.float32)
+        run(machine, arrays, weights=weights, deterministic=False, seqlens_q=lengths_q, seqlens_k=lengths_k, causal=True)
+        assert "write_dq" in machine.launched
+
+    def test_packed_segments(self, machine):
+        arrays = inputs("bfloat16", "thd", heads=(2, 2, 1), n=(311, 270))
+        for name, array in arrays.items():
+            array[{"q": 305, "k": 260}[name[0]] :] = np.nan
+        options = {"layout": "thd", "cu_seqlens_q": ints(0, 0, 140, 150, 150, 305), "cu_seqlens_k": ints(0, 30, 100, 100, 150, 260)}
+        run(machine, arrays, deterministic=False, **options)
+        assert "write_dq" in machine.launched
+
+    @pytest.mark.parametrize("d", [(128, 64), (24, 128), (96, 16)])
+    def test_columns(self, machine, d):
+        options = {"deterministic": False, "causal": True, "as_float32": False, "wrt": ("q1", "k1", "q2")}
+        run(machine, inputs("bfloat16", "bhsd", heads=(2, 1, 2), batch=1, n=(140, 150), d=d), **options)
+        assert machine.launched[1:] == ["backward_sm90", "write_dq", "backward_dq_sm90"]
+
+    @pytest.mark.parametrize("weight", [1e-9, -1e6])
+    def test_one_weight_of_any_size(self, machine, weight):
+        run(machine, inputs("float16", "bhsd", heads=(4, 2, 2)), weights=weight, deterministic=False)
+        assert "write_dq" in machine.launched
+
+    def test_separate_where_float16_rows_differ_in_weight(self, machine):
+        weights = np.random.default_rng(1).normal(size=(2, 4, 37)).astype(np.float32)
+        run(machine, inputs("float16", "bhsd"), weights=weights, deterministic=False)
+        assert "write_dq" not in machine.launched

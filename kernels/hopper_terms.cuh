@@ -1,0 +1,69 @@
+// Logit gradients on Hopper, from four numbers a query row.
+//
+//   x_t = s_t scale_t log2(e) - ref_t        with all that is whole of ref_t + logsum_t in ref_t, so that 2^x_t is below 2
+//   dS_2 = 2^x_2 w_2 - 2^x_1 w_1             w_t = g 2^-logsum_t
+//   dS_1 = 2^x_1 w_1 ((x_1 - x_2) - c)       w_1 = g ln 2 2^-logsum_1,  c = (logsum_1 - logsum_2) + KL / ln 2
+//
+// That is backward.cuh's form with everything that a row decides moved out of the pairs.
+#pragma once
+
+// float16's small numbers are coarse: there dS, at most g (side 2) or seldom much more (side 1), is raised out of their range.
+template <typename Element, int kSide>
+constexpr float kRaise = kWideExponent<Element> ? 1.0f : (kSide == 2 ? 0x1p12f : 0x1p4f);
+
+struct alignas(16) RowTerms {
+  float ref1, ref2;
+  float w1;
+  float last;  // w_2 for side 2, c for side 1
+};
+
+// `g` is the row's weight in the unit of the caller's choice. A row that sees no key contributes nothing.
+template <int kSide>
+__device__ __forceinline__ RowTerms row_terms(const RowStats& row, float g) {
+  if (row.logsum1 == -__int_as_float(0x7f800000)) return {0.0f, 0.0f, 0.0f, 0.0f};
+  const float whole1 = floorf(row.logsum1), whole2 = floorf(row.logsum2);  // 0 in what `finish` keeps
+  const float ref1 = row.ref1 + whole1, ref2 = row.ref2 + whole2, logsum1 = row.logsum1 - whole1, logsum2 = row.logsum2 - whole2;
+  const float w1 = g * exp2f(-logsum1);
+  if (kSide == 2) return {ref1, ref2, w1, g * exp2f(-logsum2)};
+  return {ref1, ref2, w1 * kLn2, (logsum1 - logsum2) + row.kl / kLn2};
+}
+
+// The gradient of side kSide's logit.
+template <int kSide>
+__device__ __forceinline__ float logit_gradient(float s1, float s2, float log2_scale1, float log2_scale2, const RowTerms& row) {
+  const float x1 = fmaf(s1, log2_scale1, -row.ref1), x2 = fmaf(s2, log2_scale2, -row.ref2);
+  if (kSide == 2) return fmaf(exp2_approx(x2), row.last, -(exp2_approx(x1) * row.w1));
+  return exp2_approx(x1) * row.w1 * ((x1 - x2) - row.last);
+}
+
+// The same for a tile whose columns are queries: side kSide's logits become their gradients, in place.
+template <int kSide, int kColumnBlocks>
+__device__ __forceinline__ void gradients_by_column(float (&s1)[1][kColumnBlocks][4], float (&s2)[1][kColumnBlocks][4], float log2_scale1,
+                                                    float log2_scale2, const RowTerms* terms, const Lane& lane) {
+#pragma unroll
+  for (int n = 0; n < kColumnBlocks; ++n) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const RowTerms query = terms[8 * n + lane.column + odd];
+#pragma unroll
+      for (int e = odd; e < 4; e += 2)
+        (kSide == 1 ? s1 : s2)[0][n][e] = logit_gradient<kSide>(s1[0][n][e], s2[0][n][e], log2_scale1, log2_scale2, query);
+    }
+  }
+}
+
+// The same for a tile whose rows are queries; `terms` begins at the warp's first row.
+template <int kSide, int kColumnBlocks>
+__device__ __forceinline__ void gradients_by_row(float (&s1)[1][kColumnBlocks][4], float (&s2)[1][kColumnBlocks][4], float log2_scale1,
+                                                 float log2_scale2, const RowTerms* terms, const Lane& lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const RowTerms row = terms[8 * half + lane.row];
+#pragma unroll
+    for (int n = 0; n < kColumnBlocks; ++n) {
+#pragma unroll
+      for (int e = 2 * half; e < 2 * half + 2; ++e)
+        (kSide == 1 ? s1 : s2)[0][n][e] = logit_gradient<kSide>(s1[0][n][e], s2[0][n][e], log2_scale1, log2_scale2, row);
+    }
+  }
+}
