@@ -68,6 +68,8 @@ class Case:
     window: tuple[int, int] = (-1, -1)
     wrt: tuple[str, ...] = ("q2", "k2")
     deterministic: bool = False
+    portable: bool = False
+    """With the kernels that the library has for cards other than Hopper."""
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
@@ -141,4 +143,5 @@ class Case:
 
     def mask_label(self) -> str:
         window = "" if self.window == (-1, -1) else f"window {self.window[0]},{self.window[1]}"
-        return " ".join(filter(None, ("causal" if self.causal else "", window))) or "full"
+        mask = " ".join(filter(None, ("causal" if self.causal else "", window))) or "full"
+        return " ".join(filter(None, (mask, self.deterministic and "deterministic", self.portable and "portable")))

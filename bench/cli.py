@@ -82,6 +82,7 @@ def _measuring() -> argparse.ArgumentParser:
         help="gradients of the backward, each as q2,k2: setting 1 (default), q1,k1: setting 2, q1,k1,q2,k2 (all: both settings)",
     )  # fmt: skip
     shape.add_argument("--deterministic", action="store_true", help="the library's backward with the same bits on every run")
+    shape.add_argument("--portable", action="store_true", help="the library's kernels for other cards, on a Hopper card too")
     how = shared.add_argument_group("how it is measured")
     how.add_argument(
         "--peers", type=_of(_peers), default=None, metavar="LIST", help=f"of {', '.join(peers.MODULES)}; all (default) or none"

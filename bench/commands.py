@@ -44,6 +44,10 @@ def run(options, argv: list[str]) -> int:
     if options.json is not None and not options.json.parent.is_dir():
         raise Refused(f"--json {options.json}: there is no folder {options.json.parent}")
     device, why_not = _device(options.device)
+    if options.portable and device == "cuda":
+        from .subject import use_portable_kernels
+
+        use_portable_kernels()
     names = ("forward", "backward", "memory", "few-rows", "host") if options.command == "all" else (options.command,)
     grid = [(name, *cell) for name in names for cell in _cells(name, options, device)]
     if options.explain:
@@ -125,6 +129,7 @@ def _cells(command: str, options, device: str):
                             options.window,
                             wrt,
                             options.deterministic,
+                            options.portable,
                         ),
                     )
                 except ValueError as error:

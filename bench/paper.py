@@ -119,6 +119,7 @@ def published(case: Case, direction: str, card: str) -> float | None:
     settings = {("q2", "k2"): 1, ("q1", "k1"): 2}
     setting = None if direction == "forward" else settings.get(case.wrt, 0)
     plain = case.head_dim1 == case.head_dim2 == 128 and case.dtype == "bfloat16" and case.kv_heads == case.heads and case.window == (-1, -1)
+    plain = plain and not case.portable
     if not plain:
         return None
     slices = case.batch * case.heads

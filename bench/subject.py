@@ -1,6 +1,8 @@
-"""The library itself, called as a user calls it: public functions only."""
+"""The library itself, called as a user calls it: public functions only, but for `use_portable_kernels`."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import streamkl_cupy as skl
 
@@ -31,6 +33,15 @@ class Subject:
 def prepare(case: Case, data: Data) -> Prepared:
     subject = Subject(case, data)
     return Prepared(subject.forward, subject.backward)
+
+
+def use_portable_kernels() -> None:
+    """From here on the library plans as on a card without Hopper's instructions: how its other kernels are measured on this one."""
+    from streamkl_cupy.gpu import backward, device, forward
+
+    for module in (forward, backward):
+        module.device_info = lambda index: dataclasses.replace(device.device_info(index), capability=(8, 0))
+        module.plan.cache_clear()
 
 
 def plan(case: Case, data: Data) -> list[str]:

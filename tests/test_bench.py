@@ -15,6 +15,7 @@ from bench import accuracy, cases, data, memory, paper, peers, report, results, 
 from bench.cases import Case, parse_size, parse_sizes, show_size
 from bench.cli import main, parser
 from bench.peers import Skip
+from streamkl_cupy.problem import Problem
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--device", "cpu", "--seconds-per-cell", "0.01", "--repeat", "2"]
@@ -122,6 +123,31 @@ def test_options_choose_the_cases(tmp_path, options, field, values):
     rows = rows_of(tmp_path, "forward", *SMALL, "--causal", "no", *options.split())
     assert {getattr(Case.from_json(row["case"]), field) for row in rows} == values
     assert all(row["results"]["streamkl"]["error"] < 1e-4 and "speedup" in row["results"]["dense"] for row in rows), rows
+
+
+@exercises("--portable")
+def test_portable(tmp_path):
+    """On the CPU there is one backend; what is checked is that the row says what was asked for."""
+    (row,) = rows_of(tmp_path, "forward", *SMALL, "--causal", "no", "--portable")
+    assert row["case"]["portable"]
+    assert Case.from_json(row["case"]).mask_label() == "full portable"
+
+
+def test_portable_kernels_are_planned_as_on_another_card(monkeypatch):
+    pytest.importorskip("cupy")
+    from bench.subject import use_portable_kernels
+    from streamkl_cupy.gpu import backward, device, forward
+    from streamkl_cupy.gpu.device import DeviceInfo
+
+    monkeypatch.setattr(device, "device_info", lambda index: DeviceInfo("card", (9, 0), "sm_90", 132, 227 << 10, 228 << 10, 50 << 20))
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "device_info", module.device_info)
+    use_portable_kernels()
+    problem = Problem("bhsd", "bfloat16", 1, 2, 2, 2, 256, 256, 128, 128, 1.0, 1.0)
+    assert forward.plan(problem, 0, True).spec.entry == "forward"
+    assert [step.spec.entry for step in backward.plan(problem, ("q2", "k2"), 0, True, True)] == ["backward_dq", "backward_dk"]
+    for module in (forward, backward):
+        module.plan.cache_clear()
 
 
 @exercises("--wrt", "--deterministic")
