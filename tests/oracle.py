@@ -251,9 +251,9 @@ def nan_gradients(backend, case: Case, wrt=SIDES, dtype: str | None = None) -> s
     return skl.Gradients(**{name: backend.put(np.full(case.arrays[name].shape, np.nan, dtype)) for name in wrt})
 
 
-def run_forward(backend, case: Case) -> Run:
-    """Forward into outputs full of NaN."""
-    inputs = {name: backend.put(a) for name, a in case.arrays.items()}
+def run_forward(backend, case: Case, inputs=None) -> Run:
+    """Forward into outputs full of NaN. `inputs`: the case's arrays on the device, where they are not to be contiguous copies."""
+    inputs = inputs or {name: backend.put(a) for name, a in case.arrays.items()}
     kl, state = skl.forward(**inputs, **call_options(backend, case), out=nan_state(backend, case))
     return Run(inputs, kl, state, None)
 
@@ -307,9 +307,11 @@ def put_weight(backend, grad_kl):
     return backend.put(grad_kl) if isinstance(grad_kl, np.ndarray) else grad_kl
 
 
-def check(backend, case: Case, grad_kl=None, *, wrt=SIDES, dtype: str | None = None, exact_logits=False, **backward_options) -> Run:
+def check(
+    backend, case: Case, grad_kl=None, *, wrt=SIDES, dtype: str | None = None, exact_logits=False, inputs=None, **backward_options
+) -> Run:
     """Forward and backward against the reference. `grad_kl` is a host array (put on the device) or a host number."""
-    run = run_forward(backend, case)
+    run = run_forward(backend, case, inputs)
     expected = truth(case, grad_kl, wrt, dtype, exact_logits=exact_logits)
     check_rows(backend, case, run.state, expected)
     out = nan_gradients(backend, case, wrt, dtype)
