@@ -12,8 +12,11 @@ import types
 import numpy as np
 import pytest
 
-from streamkl_cupy.gpu import cache, device, parameters
+import streamkl_cupy as skl
+from streamkl_cupy.gpu import cache, parameters
 from streamkl_cupy.gpu import compile as jit
+
+from ..oracle import SIDES, check_gradients, check_rows, make, truth
 
 FILL = """
 extern "C" __global__ void fill(float* x, long long n) {
@@ -137,7 +140,7 @@ def test_a_binary_that_does_not_load_says_what_to_do(fake, write):
 def cupy(nvrtc):
     """CuPy with a usable device 0; skips where there is none."""
     try:
-        device.device_info(0)
+        jit.device_info(0)
     except RuntimeError as error:
         pytest.skip(str(error))
     import cupy
@@ -332,3 +335,33 @@ def test_a_fork_after_cuda_began_is_told_to_spawn(cupy, write):
             os._exit(0)
     os.waitpid(child, 0)
     assert b"'spawn'" in os.read(reader, 4096)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_after_warmup_nothing_is_compiled_or_loaded(device, monkeypatch, dtype, deterministic):
+    from streamkl_cupy.gpu import launch
+
+    def refuse(*arguments):
+        raise AssertionError(f"loaded after warmup: {arguments}")
+
+    launch.kernel.cache_clear()
+    launch.plain_kernel.cache_clear()
+    case = make(111, dtype, n=(37, 5000), d=(40, 72), reduction="mean")
+    given = {n: device.put(a) for n, a in case.arrays.items()}
+    skl.warmup(**given, reduction="mean", wrt=SIDES)
+    with monkeypatch.context() as patch:
+        patch.setattr(jit, "_load", refuse)
+        _, state = skl.forward(**given, reduction="mean")
+        grads = skl.backward(state, wrt=SIDES, deterministic=deterministic)
+    expected = truth(case, None, SIDES)
+    check_rows(device, case, state, expected)
+    check_gradients(device, case, grads, expected)
+
+
+@pytest.mark.gpu
+def test_explaining_loads_nothing(device, monkeypatch):
+    monkeypatch.setattr(jit, "_load", lambda *arguments: pytest.fail("something was loaded"))
+    said = str(skl.explain(*(device.cupy.empty((1, 2, 40, 56), "float16") for _ in range(4)), causal=True, wrt=SIDES))
+    assert "forward" in said and "backward" in said and jit.device_info(0).name in said
