@@ -10,9 +10,14 @@ import numpy as np
 
 import streamkl_cupy as skl
 from streamkl_cupy.arrays import BFLOAT16
+from streamkl_cupy.problem import SIDES
 
 COMMON_DIMS = (16, 24)
 """Head dimensions that most tests use. On a GPU they decide what has to be compiled, so tests share them."""
+
+WIDE_DIMS = (257, 264, 320, 512, 575, 576)
+MIXED_DIMS = ((8, 256), (256, 16), (12, 8), (33, 128), (64, 576), (576, 512), (1, 300), (96, 192))
+"""Head dimensions above 256, and pairs of classes that differ."""
 
 
 class NumPyBackend:
@@ -61,14 +66,13 @@ def compile_ahead() -> None:
 
     Errors are left to the tests, which meet them again.
     """
-    pairs = [COMMON_DIMS, (64, 128), *((d, d) for d in (16, 32, 64, 96, 128, 192, 256, 320))]
-    wrts = (("q1", "q2"), ("k1", "k2"), "q1", "k1", "q2", "k2")
+    common = itertools.product([COMMON_DIMS], ((2, 1), (2, 2)), (SIDES, *SIDES))
+    others = [(64, 128), *MIXED_DIMS, *((d, d) for d in (16, 32, 64, 96, 128, 192, 256, 320))]
+    others = itertools.product(others, [(2, 1)], (SIDES, ("q2", "k2")))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for dtype, (d1, d2), wrt in itertools.product(("float16", BFLOAT16, "float32"), pairs, wrts):
-            if d1 == d2 and wrt not in ("q2", "k2"):
-                continue
-            shapes = ((1, 1, 1, d1), (1, 1, 1, d1), (1, 1, 1, d2), (1, 1, 1, d2))
-            pool.submit(lambda shapes=shapes, dtype=dtype, wrt=wrt: _warm(shapes, dtype, wrt))
+        for (dims, heads_k, wrt), dtype in itertools.product((*common, *others), ("float16", BFLOAT16, "float32")):
+            heads = dict(zip(SIDES, (4, heads_k[0], 4, heads_k[1]), strict=True))
+            pool.submit(_warm, [(1, heads[name], 1, dims[int(name[1]) - 1]) for name in SIDES], dtype, wrt)
 
 
 def _warm(shapes, dtype, wrt) -> None:
