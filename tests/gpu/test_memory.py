@@ -82,7 +82,8 @@ def test_the_peak_of_backward(device, wide, meter, wrt, deterministic):
         grads = skl.backward(state, wrt=wrt, deterministic=deterministic)
         device.synchronize()
     outputs = sum(getattr(grads, n).nbytes for n in wrt)
-    assert seen.peak - outputs <= ROW_BYTES * rows + ROUNDING, f"{(seen.peak - outputs) / rows:.1f} bytes a row beyond the gradients"
+    sums = 0 if deterministic else 4 * DIM * rows  # dQ of one side in float32, where it is taken together with dK
+    assert seen.peak - outputs <= ROW_BYTES * rows + sums + ROUNDING, f"{(seen.peak - outputs) / rows:.1f} bytes a row beyond the gradients"
     for name in wrt:
         words = getattr(grads, name).view(np.uint16)
         assert int(((words & 0x7F80) == 0x7F80).sum()) == 0, f"d{name} is not finite"
