@@ -184,7 +184,7 @@ def probability_noise(case: Case, weight: np.ndarray, wrt, largest: float, dtype
     """Norm of what one float32 rounding of each exponent, and of each KL, does to the gradients.
 
     A row that sees one key has no gradient at all. Its P2 - P1 may still come out as 1e-7 of the largest weight: the materialised
-    bar is 0 there. float16 results are multiples of 2^-24, whatever their size.
+    bar is 0 there. Probabilities below 2^-126 may be 0. float16 results are multiples of 2^-24, whatever their size.
     """
     geometry, squares = case.geometry(), dict.fromkeys(wrt, 0.0)
     unit, heaviest = EPSILON * (1 + largest), np.abs(finite(weight)).max(initial=0)
@@ -195,7 +195,11 @@ def probability_noise(case: Case, weight: np.ndarray, wrt, largest: float, dtype
         g = np.abs(np.where(block.visible.any(axis=1), weight[block.rows], 0))[:, None]
         p1, p2 = np.exp(block.log_p1), np.exp(block.log_p2)
         gap = np.abs(np.where(block.visible, block.log_p1, 0) - np.where(block.visible, block.log_p2, 0)) + np.abs(block.kl)[:, None]
-        for side, d, scale in (("1", g * p1 * unit * (2 + gap), geometry.scale1), ("2", g * (p1 + p2) * unit, geometry.scale2)):
+        lost = g * 2.0**-126 * (1 + gap)
+        for side, d, scale in (
+            ("1", g * p1 * unit * (2 + gap) + lost, geometry.scale1),
+            ("2", g * (p1 + p2) * unit + lost, geometry.scale2),
+        ):
             d = np.where(block.visible, d + alone, 0) ** 2
             for name, product in (
                 (f"q{side}", d.sum(axis=0) @ block.matrices[f"k{side}"] ** 2),
