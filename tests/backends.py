@@ -16,7 +16,7 @@ COMMON_DIMS = (16, 24)
 """Head dimensions that most tests use. On a GPU they decide what has to be compiled, so tests share them."""
 
 WIDE_DIMS = (257, 264, 320, 512, 575, 576)
-MIXED_DIMS = ((8, 256), (256, 16), (12, 8), (33, 128), (64, 576), (576, 512), (1, 300), (96, 192))
+MIXED_DIMS = ((8, 256), (256, 16), (12, 8), (24, 16), (33, 128), (64, 576), (576, 512), (1, 300), (96, 192))
 """Head dimensions above 256, and pairs of classes that differ."""
 
 

@@ -10,7 +10,9 @@ import pytest
 from . import gpu_report
 from .backends import CuPyBackend, NumPyBackend, compile_ahead
 
-hypothesis.settings.register_profile("suite", deadline=None, print_blob=True, suppress_health_check=list(hypothesis.HealthCheck))
+COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": list(hypothesis.HealthCheck)}
+hypothesis.settings.register_profile("suite", derandomize=True, **COMMON)
+hypothesis.settings.register_profile("explore", **COMMON)
 hypothesis.settings.load_profile("suite")
 
 
