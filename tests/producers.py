@@ -45,6 +45,11 @@ class Versioned(ctypes.Structure):
     )
 
 
+_exported = {}
+"""What capsules point at, until their deleters are called. Not kept by the producers: the collector may take one, in a cycle with
+its capsule, before the capsule."""
+
+
 @ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 def _destroy(capsule):
     """What producers do with a capsule that nobody consumed."""
@@ -61,7 +66,7 @@ class Legacy:
 
     def __init__(self, array, device=(1, 0), byte_offset=0, null_strides=False):
         self.array, self.device, self.byte_offset, self.null_strides = array, device, byte_offset, null_strides
-        self.exports, self.deleted, self.streams = {}, 0, []
+        self.exports, self.deleted, self.streams = set(), 0, []
 
     @property
     def shape(self):
@@ -87,11 +92,13 @@ class Legacy:
         t.strides = None if self.null_strides else ctypes.cast(strides, ctypes.POINTER(ctypes.c_int64))
         managed.deleter = DELETER(self.delete)
         address = ctypes.addressof(managed)
-        self.exports[address] = (managed, shape, strides)
+        _exported[address] = (managed, shape, strides)
+        self.exports.add(address)
         return _api.PyCapsule_New(address, self.name, ctypes.cast(_destroy, ctypes.c_void_p))
 
     def delete(self, address):
-        del self.exports[address]
+        del _exported[address]
+        self.exports.remove(address)
         self.deleted += 1
 
 

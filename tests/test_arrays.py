@@ -125,7 +125,7 @@ def test_capsule(producer, make):
     assert p.deleted == (1 if a.size == 0 else 0)  # an array of that memory keeps the capsule
     del got
     gc.collect()
-    assert (p.deleted, p.exports) == (1, {})
+    assert (p.deleted, p.exports) == (1, set())
 
 
 def test_capsule_without_strides():
@@ -139,7 +139,7 @@ def test_capsule_leaks_nothing():
     p = Legacy(np.zeros((2, 3), np.float32))
     for _ in range(1000):
         view("q1", p)
-    assert (p.deleted, p.exports) == (1000, {})
+    assert (p.deleted, p.exports) == (1000, set())
 
 
 @pytest.mark.parametrize(("code", "said"), [(10, "ROCm"), (14, "oneAPI"), (77, "DLPack device type 77")])
