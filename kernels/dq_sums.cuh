@@ -25,18 +25,28 @@ __device__ __forceinline__ float weight_unit(const RowWeights& weights) {
 }
 
 // Adds dS K to a tile's sums, for kColumns columns of K in one chunk: dS^T lies in `left`, K in `right`, kRows rows each. Half of a
-// wide tile at a time, so that its warpgroup does with few registers. `done()` is called when both have been read.
+// wide tile at a time, so that a warpgroup does with few registers. The sums leave through `staging`, of which there are two that
+// take turns. `done()` is called when dS^T and K have been read.
 template <typename Element, int kRows, int kColumns, typename Done>
-__device__ __forceinline__ void add_dq(float* to, u64 left, u64 right, const Done& done) {
+__device__ __forceinline__ void add_dq(float* to, u32 staging, u64 left, u64 right, int warpgroup, const Done& done) {
   float dq[kColumns / 2];
   hold(dq);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kRows / 16; ++k) wgmma<1, 1>(Element(), dq, left + k * (16 * kChunkRowBytes) / 16, right + k * (16 * kChunkRowBytes) / 16, k > 0);
   wgmma_commit();
+  const int thread = static_cast<int>(threadIdx.x) % 128;
+  if (thread == 0) bulk_wait_read<1>();
+  warpgroup_barrier(warpgroup);
   wgmma_wait<0>();
   hold(dq);
   done();
 #pragma unroll
-  for (int i = 0; i < kColumns / 8; ++i) add_to_global_4(to + 512 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+  for (int i = 0; i < kColumns / 8; ++i) store_shared_4(staging + 16 * thread + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+  proxy_fence();
+  warpgroup_barrier(warpgroup);
+  if (thread == 0) {
+    bulk_reduce_add_f32(to, staging, 4 * kDqRows * kColumns);
+    bulk_commit();
+  }
 }

@@ -67,3 +67,41 @@ __device__ __forceinline__ void gradients_by_row(float (&s1)[1][kColumnBlocks][4
     }
   }
 }
+
+// The same in two parts, for logits that come one side after the other: first what the other side's alone decide, in place, and
+// then the gradient, where side kSide's logits were.
+template <int kSide, int kColumnBlocks>
+__device__ __forceinline__ void gradients_first(float (&other)[1][kColumnBlocks][4], float log2_scale, const RowTerms* terms, const Lane& lane) {
+#pragma unroll
+  for (int n = 0; n < kColumnBlocks; ++n) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const RowTerms query = terms[8 * n + lane.column + odd];
+#pragma unroll
+      for (int e = odd; e < 4; e += 2) {
+        float& s = other[0][n][e];
+        s = kSide == 2 ? exp2_approx(fmaf(s, log2_scale, -query.ref1)) * query.w1 : fmaf(s, log2_scale, -query.ref2) + query.last;
+      }
+    }
+  }
+}
+template <int kSide, int kColumnBlocks>
+__device__ __forceinline__ void gradients_second(float (&s1)[1][kColumnBlocks][4], float (&s2)[1][kColumnBlocks][4], float log2_scale,
+                                                 const RowTerms* terms, const Lane& lane) {
+#pragma unroll
+  for (int n = 0; n < kColumnBlocks; ++n) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const RowTerms query = terms[8 * n + lane.column + odd];
+#pragma unroll
+      for (int e = odd; e < 4; e += 2) {
+        if (kSide == 2) {
+          s2[0][n][e] = fmaf(exp2_approx(fmaf(s2[0][n][e], log2_scale, -query.ref2)), query.last, -s1[0][n][e]);
+        } else {
+          const float x1 = fmaf(s1[0][n][e], log2_scale, -query.ref1);
+          s1[0][n][e] = exp2_approx(x1) * query.w1 * (x1 - s2[0][n][e]);
+        }
+      }
+    }
+  }
+}

@@ -14,7 +14,7 @@ FORWARD = (
 BACKWARD = (Tile(8, 1, 64, 8, 1, "two warpgroups of 64 rows; 64 of the other side leave registers for logits, result and operands"),)
 """dQ and dK, one side a launch."""
 
-FUSED = (Tile(8, 1, 64, 8, 1, "two warpgroups of 64 keys, which do not wait for each other, and one that adds up dQ"),)
+FUSED = (Tile(8, 1, 64, 6, 1, "two warpgroups of 64 keys, which do not wait for each other, and one that adds up dQ"),)
 """dQ and dK of one side in one launch. On an H200 it wins wherever the order of its sums may be open."""
 
 HEAD_DIM = 128
@@ -95,7 +95,8 @@ def _backward_row(own: str, dtype: str, d1: int, d2: int, side: int, tile: Tile)
 def _fused_row(dtype: str, d1: int, d2: int, side: int, tile: Tile) -> Specialisation:
     defines = (("ELEMENT", ELEMENTS[dtype]), ("SIDE", side), ("HEAD_DIM1", d1), ("HEAD_DIM2", d2), ("STAGES", tile.stages))
     shared = _ring_bytes(tile, d1, d2) + _slice_bytes(tile.rows, (d1, d2)[side - 1]) + OWN_TILE_BYTES
-    shared += WEIGHT_BUFFERS * (tile.rows * CHUNK_BYTES + 2 * BARRIER_BYTES) + tile.stages // 2 * tile.streamed * ROW_TERMS_BYTES
+    shared += WEIGHT_BUFFERS * (tile.rows * CHUNK_BYTES + 2 * BARRIER_BYTES) + 2 * BARRIER_BYTES
+    shared += 2 * 4 * DQ_ROWS * min((d1, d2)[side - 1], 64) + tile.stages // 2 * tile.streamed * ROW_TERMS_BYTES
     return Specialisation("backward_sm90.cu", "backward_sm90", tile, defines, shared, PRODUCER_SPILL_BUDGET, True, 2 * WARPGROUP)
 
 

@@ -32,6 +32,12 @@ inline void store_shared_16(u32 to, u32 word) {
   for (int i = 0; i < 4; ++i) std::memcpy(emulated::block.shared + to + 4 * i, &word, 4);
   emulated::mark_stored(to);
 }
+inline void store_shared_4(u32 to, float a, float b, float c, float d) {
+  emulated::check_piece("store_shared_4", to);
+  const float values[] = {a, b, c, d};
+  std::memcpy(emulated::block.shared + to, values, 16);
+  emulated::mark_stored(to);
+}
 inline void store_matrix_x4(u32 row, const u32 (&m)[4]) {
   emulated::StoreMatrix mine = {m, row};
   emulated::collective("store_matrix_x4", mine, [](emulated::StoreMatrix* const* lanes) {
@@ -55,10 +61,6 @@ inline void copy_box_4d(u32 to, const TensorMap* map, u32 barrier, int c0, int c
 }
 inline void prefetch_tensor_map(const TensorMap*) {}
 
-inline void add_to_global_4(float* to, float a, float b, float c, float d) {
-  if (reinterpret_cast<std::uintptr_t>(to) % 16 != 0) emulated::fail("add_to_global_4 at %p, no multiple of 16 bytes", to);
-  to[0] += a, to[1] += b, to[2] += c, to[3] += d;
-}
 inline void bulk_reduce_add_f32(void* to, u32 from, u32 bytes) { emulated::issue_reduction(to, from, bytes); }
 inline void bulk_commit() { emulated::commit_reductions(); }
 template <int kPending> inline void bulk_wait_read() { emulated::wait_reductions(kPending); }
