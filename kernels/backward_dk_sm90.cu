@@ -81,7 +81,7 @@ backward_dk_sm90(const __grid_constant__ Problem problem, const __grid_constant_
       float unit = kWideExponent<Element> ? 1.0f : 0.0f;
       for (int step = 0; step < steps; ++step) {
         const int head = first_head + step / tile_count, first_query = (tiles.begin + step % tile_count) * kQueries;
-        ring.await_empty(at);
+        if (step >= STAGES / 2) await_terms_read(at.slot / 2, working);
         QueryTerms query[kQueries / 32];
         float largest = 0.0f;
 #pragma unroll
@@ -98,6 +98,7 @@ backward_dk_sm90(const __grid_constant__ Problem problem, const __grid_constant_
         at.advance();
         at.advance();
       }
+      for (int entry = 0; entry < min(steps, STAGES / 2); ++entry) await_terms_read(entry, working);
     }
   } else {
     // Consumers.
@@ -147,7 +148,10 @@ backward_dk_sm90(const __grid_constant__ Problem problem, const __grid_constant_
       hold(flat1);
       hold(flat2);
       hold(result);
-      if (threadIdx.x % 128 == 0 && product_slot >= 0) ring.release(product_slot);
+      if (threadIdx.x % 128 == 0) {
+        ring.release(other_slot);
+        if (product_slot >= 0) ring.release(product_slot);
+      }
 
       if (!kWideExponent<Element>) {
         const float new_unit = units[other_slot / 2];
@@ -156,8 +160,7 @@ backward_dk_sm90(const __grid_constant__ Problem problem, const __grid_constant_
       }
       gradients_by_column<SIDE>(s1, s2, problem.log2_scale1, problem.log2_scale2, all_terms + other_slot / 2 * kQueries, lane);
       auto& own = SIDE == 1 ? s1 : s2;
-      warpgroup_barrier(warpgroup);  // everyone has read the statistics
-      if (threadIdx.x % 128 == 0) ring.release(other_slot);
+      terms_are_read(other_slot / 2, working);
       if (first_query < unmasked.begin || first_query + kQueries > unmasked.end) {
         hide_queries_unseeing(own, kept_keys.band, kept_keys.begin + warp_row, first_query, lane);
         clear_rows<kQueries>(ring.slice(own_slot), chunks_of(kOwnDim), first_query, queries, warpgroup);

@@ -93,9 +93,10 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
       }
     } else if (warp == 1) {
       const float per_unit = 1.0f / unit;
+      int fills = 0;
       for (int head = first_head; head < first_head + group; ++head) {
         for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-          ring.await_empty(at);
+          if (fills++ >= STAGES / 2) await_terms_read(at.slot / 2, working);
           for (int i = lane; i < kQueries; i += 32) {
             const QueryTerms query = query_terms(problem, weights, s, head, tile * kQueries + i, queries);
             all_terms[at.slot / 2 * kQueries + i] = row_terms<SIDE>(query.stats, query.g * per_unit);
@@ -105,6 +106,7 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
           at.advance();
         }
       }
+      for (int entry = 0; entry < min(fills, STAGES / 2); ++entry) await_terms_read(entry, working);
     }
   } else if (warpgroup == kConsumers) {
     // dQ, from both consumers' dS^T.
@@ -178,6 +180,7 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
     // A tile's logits are there, and the other side's part of the gradient: the rest, rounded to an operand.
     auto finish_tile = [&](int first_query, int other_slot, int own_slot) {
       gradients_second<SIDE>(s1, s2, SIDE == 1 ? problem.log2_scale1 : problem.log2_scale2, all_terms + other_slot / 2 * kQueries, lane);
+      terms_are_read(other_slot / 2, working);
       if (first_query < unmasked.begin || first_query + kQueries > unmasked.end) {
         hide_queries_unseeing(own, kept_keys.band, kept_keys.begin + warp_row, first_query, lane);
         clear_rows<kQueries>(ring.slice(own_slot), chunks_of(kOwnDim), first_query, queries, warpgroup);
@@ -185,17 +188,14 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
       to_operand<Element>(operand, own);
     };
     // dS^T to where the third warpgroup finds it.
-    auto hand_over = [&](int other_slot) {
+    auto hand_over = [&] {
       barrier_wait(weights_empty + 8 * buffer, parity);
 #pragma unroll
       for (int k = 0; k < kQueries / 16; ++k)
         store_matrix_x4(TileLayout<Element, kQueries>::advance(weight_row, 2 * k) + buffer * kWeightBytes, operand[k]);
       proxy_fence();
-      warpgroup_barrier(warpgroup);  // all of dS^T is there, and everyone has read the statistics
-      if (threadIdx.x % 128 == 0) {
-        barrier_arrive(weights_full + 8 * buffer);
-        ring.release(other_slot);
-      }
+      warpgroup_barrier(warpgroup);  // all of dS^T is there
+      if (threadIdx.x % 128 == 0) barrier_arrive(weights_full + 8 * buffer);
       if (++buffer == kWeightBuffers) buffer = 0, parity ^= 1;
     };
     if (steps > 0 && warpgroup < working) {
@@ -211,6 +211,7 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
       wgmma_wait<0>();
       hold(other_flat);
       hold(own_flat);
+      if (threadIdx.x % 128 == 0) ring.release(other_slot);
       gradients_first<SIDE>(other_scores, SIDE == 1 ? problem.log2_scale2 : problem.log2_scale1, all_terms + other_slot / 2 * kQueries, lane);
       int head = first_head, tile = tiles.begin;
       for (int step = 1; step < steps; ++step) {
@@ -230,9 +231,10 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
         ring.await(at);
         start_scores<Element, kOwnDim>(own_flat, left_own, ring.slice(next_own_slot));
         at.advance();
-        hand_over(other_slot);
+        hand_over();
         wgmma_wait<2>();
         hold(other_flat);
+        if (threadIdx.x % 128 == 0) ring.release(next_other_slot);
         gradients_first<SIDE>(other_scores, SIDE == 1 ? problem.log2_scale2 : problem.log2_scale1, all_terms + next_other_slot / 2 * kQueries, lane);
         wgmma_wait<0>();
         hold(own_flat);
@@ -242,7 +244,7 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
       }
       finish_tile(tile * kQueries, other_slot, own_slot);
       start_weighted_rows<Element, kQueries>(result, operand, ring.slice(own_slot), steps > 1);
-      hand_over(other_slot);
+      hand_over();
       wgmma_wait<0>();
       hold(result);
     } else {

@@ -4,7 +4,8 @@
 //   dS_2 = 2^x_2 w_2 - 2^x_1 w_1             w_t = g 2^-logsum_t
 //   dS_1 = 2^x_1 w_1 ((x_1 - x_2) - c)       w_1 = g ln 2 2^-logsum_1,  c = (logsum_1 - logsum_2) + KL / ln 2
 //
-// That is backward.cuh's form with everything that a row decides moved out of the pairs.
+// That is backward.cuh's form with everything that a row decides moved out of the pairs. The two products of dS_2 are rounded apart:
+// where both sides are equal it is exactly 0.
 #pragma once
 
 // float16's small numbers are coarse: there dS, at most g (side 2) or seldom much more (side 1), is raised out of their range.
@@ -32,7 +33,7 @@ __device__ __forceinline__ RowTerms row_terms(const RowStats& row, float g) {
 template <int kSide>
 __device__ __forceinline__ float logit_gradient(float s1, float s2, float log2_scale1, float log2_scale2, const RowTerms& row) {
   const float x1 = fmaf(s1, log2_scale1, -row.ref1), x2 = fmaf(s2, log2_scale2, -row.ref2);
-  if (kSide == 2) return fmaf(exp2_approx(x2), row.last, -(exp2_approx(x1) * row.w1));
+  if (kSide == 2) return __fmul_rn(exp2_approx(x2), row.last) - __fmul_rn(exp2_approx(x1), row.w1);
   return exp2_approx(x1) * row.w1 * ((x1 - x2) - row.last);
 }
 
@@ -80,7 +81,7 @@ __device__ __forceinline__ void gradients_first(float (&other)[1][kColumnBlocks]
 #pragma unroll
       for (int e = odd; e < 4; e += 2) {
         float& s = other[0][n][e];
-        s = kSide == 2 ? exp2_approx(fmaf(s, log2_scale, -query.ref1)) * query.w1 : fmaf(s, log2_scale, -query.ref2) + query.last;
+        s = kSide == 2 ? __fmul_rn(exp2_approx(fmaf(s, log2_scale, -query.ref1)), query.w1) : fmaf(s, log2_scale, -query.ref2) + query.last;
       }
     }
   }
@@ -96,7 +97,7 @@ __device__ __forceinline__ void gradients_second(float (&s1)[1][kColumnBlocks][4
 #pragma unroll
       for (int e = odd; e < 4; e += 2) {
         if (kSide == 2) {
-          s2[0][n][e] = fmaf(exp2_approx(fmaf(s2[0][n][e], log2_scale, -query.ref2)), query.last, -s1[0][n][e]);
+          s2[0][n][e] = __fmul_rn(exp2_approx(fmaf(s2[0][n][e], log2_scale, -query.ref2)), query.last) - s1[0][n][e];
         } else {
           const float x1 = fmaf(s1[0][n][e], log2_scale, -query.ref1);
           s1[0][n][e] = exp2_approx(x1) * query.w1 * (x1 - s2[0][n][e]);
@@ -105,3 +106,10 @@ __device__ __forceinline__ void gradients_second(float (&s1)[1][kColumnBlocks][4
     }
   }
 }
+
+// Where queries stream by, a warp of the producer's keeps a ring of their terms, an entry a tile. Its readers say when they are done
+// with an entry by a numbered barrier, which, unlike one arrival for all of them, orders every reader's reads.
+constexpr int kTermsBarrier = 5;  // of the first entry
+
+__device__ __forceinline__ void terms_are_read(int entry, int warpgroups) { numbered_barrier_arrive(kTermsBarrier + entry, 32 + 128 * warpgroups); }
+__device__ __forceinline__ void await_terms_read(int entry, int warpgroups) { numbered_barrier_sync(kTermsBarrier + entry, 32 + 128 * warpgroups); }

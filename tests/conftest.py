@@ -50,15 +50,17 @@ def backend(request):
     return NumPyBackend() if request.param == "numpy" else request.getfixturevalue("device")
 
 
-def pytest_configure(config):
-    config.stash[gpu_report.OUTCOMES] = {}
+def pytest_configure():
+    gpu_report.OUTCOMES.clear()
 
 
-def pytest_runtest_makereport(item, call):
-    if item.get_closest_marker("gpu"):
-        gpu_report.note(item, call)
+def pytest_runtest_logreport(report):
+    if "gpu" in report.keywords:
+        gpu_report.note(report)
 
 
 def pytest_sessionfinish(session, exitstatus):
+    if hasattr(session.config, "workerinput"):  # of pytest-xdist: its controller hears of all tests
+        return
     if gpu_report.is_whole_run(session) and exitstatus == 0 and why_no_device() is None:
         gpu_report.write(session)

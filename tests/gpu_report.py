@@ -14,13 +14,11 @@ import pathlib
 import re
 import sys
 
-import pytest
-
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PATH = ROOT / "tests" / "gpu_report.json"
 DIRECTORIES, SUFFIXES = ("kernels", "streamkl_cupy", "tests"), (".py", ".cu", ".cuh")
 COUNTS = ("passed", "failed", "skipped")
-OUTCOMES = pytest.StashKey[dict]()
+OUTCOMES: dict[str, str] = {}
 
 
 def sources() -> dict[str, str]:
@@ -29,16 +27,14 @@ def sources() -> dict[str, str]:
     return {f.relative_to(ROOT).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(files)}
 
 
-def note(item, call) -> None:
+def note(report) -> None:
     """Remembers how a phase of a test ended: a failure anywhere fails it, a skip anywhere skips it."""
-    outcomes = item.config.stash[OUTCOMES]
-    error = call.excinfo
-    if error is None:
-        outcomes.setdefault(item.nodeid, "passed")
-    elif error.errisinstance(pytest.skip.Exception):
-        outcomes[item.nodeid] = "skipped"
+    if report.failed or OUTCOMES.get(report.nodeid) == "failed":
+        OUTCOMES[report.nodeid] = "failed"
+    elif report.skipped:
+        OUTCOMES[report.nodeid] = "skipped"
     else:
-        outcomes[item.nodeid] = "failed"
+        OUTCOMES.setdefault(report.nodeid, "passed")
 
 
 def is_whole_run(session) -> bool:
@@ -49,9 +45,8 @@ def is_whole_run(session) -> bool:
 
 
 def write(session) -> None:
-    outcomes = session.config.stash[OUTCOMES]
     modules = collections.defaultdict(lambda: dict.fromkeys(COUNTS, 0))
-    for nodeid, outcome in outcomes.items():
+    for nodeid, outcome in OUTCOMES.items():
         modules[pathlib.PurePosixPath(nodeid.partition("::")[0]).stem.removesuffix("_gpu")][outcome] += 1
     totals = {name: sum(counts[name] for counts in modules.values()) for name in COUNTS}
     if not totals["passed"] or totals["failed"]:

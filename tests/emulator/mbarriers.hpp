@@ -25,7 +25,8 @@ struct Mbarrier {
 };
 
 struct NumberedBarrier {
-  int threads;
+  int threads = 0;
+  int arrived = 0;  // and gone on
   std::vector<Thread*> waiting;
 };
 
@@ -133,19 +134,35 @@ inline void wait_mbarrier(unsigned address, unsigned parity) {
   }
 }
 
-inline void wait_numbered(int number, int threads) {
+inline NumberedBarrier& numbered_barrier(int number, int threads) {
   if (number < 1 || number > 15 || threads % kLanes != 0) fail("named_barrier %d of %d threads: 1 to 15, and whole warps", number, threads);
   NumberedBarrier& b = hopper.numbered[number];
-  if (!b.waiting.empty() && b.threads != threads)
-    fail("named_barrier %d of %d threads, and others wait for it with %d", number, threads, b.threads);
+  if ((b.arrived != 0 || !b.waiting.empty()) && b.threads != threads)
+    fail("named_barrier %d of %d threads, and others came to it with %d", number, threads, b.threads);
   b.threads = threads;
-  if (static_cast<int>(b.waiting.size()) + 1 < threads) {
-    b.waiting.push_back(block.current);
-    hopper.waits[thread_number()] = {static_cast<unsigned>(number), 0};
-    return wait_at(kNumberedWait);
-  }
+  return b;
+}
+
+// Whether this thread is the last one.
+inline bool completes(NumberedBarrier& b) {
+  if (b.arrived + static_cast<int>(b.waiting.size()) + 1 < b.threads) return false;
+  b.arrived = 0;
   ++block.barriers;
   wake_all(b.waiting);
+  return true;
+}
+
+inline void wait_numbered(int number, int threads) {
+  NumberedBarrier& b = numbered_barrier(number, threads);
+  if (completes(b)) return;
+  b.waiting.push_back(block.current);
+  hopper.waits[thread_number()] = {static_cast<unsigned>(number), 0};
+  wait_at(kNumberedWait);
+}
+
+inline void arrive_numbered(int number, int threads) {
+  NumberedBarrier& b = numbered_barrier(number, threads);
+  if (!completes(b)) ++b.arrived;
 }
 
 // The 128-byte swizzle, on the bits of the address itself.
@@ -252,7 +269,7 @@ inline void wait_reductions(unsigned pending_groups) {
 inline void begin_hopper() {
   hopper.barriers.clear();
   hopper.copies.clear();
-  for (NumberedBarrier& b : hopper.numbered) b.waiting.clear();
+  for (NumberedBarrier& b : hopper.numbered) b = NumberedBarrier();
   hopper.reductions.assign(block.threads.size(), Reductions());
   hopper.waits.assign(block.threads.size(), {0, 0});
   hopper.random = (block.index.x + 1) * 2654435761u;

@@ -271,7 +271,7 @@ def test_memory_comes_from_q1_s_framework(device, torch_peer):
         _, state = skl.forward(**inputs)
         grads = skl.backward(state, wrt=SIDES)
         assert grown() - before >= 5 * 4 * 4 * 4000 and idle() == idle_before
-        del state, grads
+        del _, state, grads
 
 
 def test_a_second_device_while_the_first_is_current(device):
