@@ -6,8 +6,8 @@
 // warpgroups own 64 keys each: they compute S^T, turn it into dS^T, keep dK in registers, and leave dS^T in shared memory for a
 // third warpgroup, which alone computes dQ and adds it to float32 sums in memory (write_dq.cu turns these into the gradient). So the
 // consumers never wait for each other. Within each, the next tile's logits and this one's part of dK are under way while dS^T is
-// handed over and the exponentials of the side that comes first are taken; nothing is in flight at the loop's end, or the compiler
-// would serialise the products. Shared-memory bandwidth is short: dS^T goes to dK, and the other side's keys to S, from registers.
+// handed over and the exponentials are taken; nothing is in flight at the loop's end, or the compiler would serialise the products.
+// Shared-memory bandwidth is short: dS^T goes to dK, and the other side's keys to S, from registers.
 //
 // The order in which blocks add to dQ is open: not deterministic. "Own" is the side whose gradients are wanted.
 // Specialised by: ELEMENT, SIDE (1 or 2), HEAD_DIM1, HEAD_DIM2 (padded), STAGES (slices in the ring, even).
@@ -177,10 +177,19 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
                                        other_k.row_stride, kept_keys.begin + warp_row, kept_keys.valid_end,
                                        SIDE == 1 ? problem.head_dim2 : problem.head_dim1, lane);
     };
-    // A tile's logits are there, and the other side's part of the gradient: the rest, rounded to an operand.
-    auto finish_tile = [&](int first_query, int other_slot, int own_slot) {
+    // The logits of the other side's slice are there, and then the own side's: from them the gradient.
+    auto first_half = [&](int other_slot) {
+      hold(other_flat);
+      if (threadIdx.x % 128 == 0) ring.release(other_slot);
+      gradients_first<SIDE>(other_scores, SIDE == 1 ? problem.log2_scale2 : problem.log2_scale1, all_terms + other_slot / 2 * kQueries, lane);
+    };
+    auto second_half = [&](int other_slot) {
+      hold(own_flat);
       gradients_second<SIDE>(s1, s2, SIDE == 1 ? problem.log2_scale1 : problem.log2_scale2, all_terms + other_slot / 2 * kQueries, lane);
       terms_are_read(other_slot / 2, working);
+    };
+    // The gradient where pairs see each other, rounded to an operand.
+    auto round = [&](int first_query, int own_slot) {
       if (first_query < unmasked.begin || first_query + kQueries > unmasked.end) {
         hide_queries_unseeing(own, kept_keys.band, kept_keys.begin + warp_row, first_query, lane);
         clear_rows<kQueries>(ring.slice(own_slot), chunks_of(kOwnDim), first_query, queries, warpgroup);
@@ -208,41 +217,39 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
       ring.await(at);
       start_scores<Element, kOwnDim>(own_flat, left_own, ring.slice(own_slot));
       at.advance();
+      wgmma_wait<1>();
+      first_half(other_slot);
       wgmma_wait<0>();
-      hold(other_flat);
-      hold(own_flat);
-      if (threadIdx.x % 128 == 0) ring.release(other_slot);
-      gradients_first<SIDE>(other_scores, SIDE == 1 ? problem.log2_scale2 : problem.log2_scale1, all_terms + other_slot / 2 * kQueries, lane);
+      second_half(other_slot);
       int head = first_head, tile = tiles.begin;
       for (int step = 1; step < steps; ++step) {
-        finish_tile(tile * kQueries, other_slot, own_slot);
+        round(tile * kQueries, own_slot);
         // The next tile's logits and this one's part of dK.
         if (++tile == tiles.end) {
           tile = tiles.begin;
           // The other side may have more key heads than this one: then its keys change in the middle of the group.
           if (++head % other_group == 0) load_other_keys(head);
         }
-        const int next_other_slot = at.slot;
+        other_slot = at.slot;
         ring.await(at);
-        start_scores<Element, kOtherDim>(other_flat, left_other, ring.slice(next_other_slot));
+        start_scores<Element, kOtherDim>(other_flat, left_other, ring.slice(other_slot));
         at.advance();
-        start_weighted_rows<Element, kQueries>(result, operand, ring.slice(own_slot), step > 1);
         const int next_own_slot = at.slot;
         ring.await(at);
         start_scores<Element, kOwnDim>(own_flat, left_own, ring.slice(next_own_slot));
         at.advance();
+        start_weighted_rows<Element, kQueries>(result, operand, ring.slice(own_slot), step > 1);
         hand_over();
         wgmma_wait<2>();
-        hold(other_flat);
-        if (threadIdx.x % 128 == 0) ring.release(next_other_slot);
-        gradients_first<SIDE>(other_scores, SIDE == 1 ? problem.log2_scale2 : problem.log2_scale1, all_terms + next_other_slot / 2 * kQueries, lane);
+        first_half(other_slot);
+        wgmma_wait<1>();
+        second_half(other_slot);
         wgmma_wait<0>();
-        hold(own_flat);
         hold(result);
         if (threadIdx.x % 128 == 0) ring.release(own_slot);
-        other_slot = next_other_slot, own_slot = next_own_slot;
+        own_slot = next_own_slot;
       }
-      finish_tile(tile * kQueries, other_slot, own_slot);
+      round(tile * kQueries, own_slot);
       start_weighted_rows<Element, kQueries>(result, operand, ring.slice(own_slot), steps > 1);
       hand_over();
       wgmma_wait<0>();

@@ -237,7 +237,7 @@ FAULTS = {
     "which lacks 1 of 1 arrivals and 0 bytes; warp 1 waits",
     "if (t == 0) barrier_arrive_expect(bar, 64 * 128 + 16), bring(0, 0, 0); barrier_wait(bar, 0);": "lacks 0 of 1 arrivals and 16 bytes",
     "if (t < 96) named_barrier<3, 128>();": "warp 0 waits at named_barrier 3, where 96 of 128 threads are",
-    "if (t < 64) named_barrier<3, 128>(); else named_barrier<3, 64>();": "and others wait for it with",
+    "if (t < 64) named_barrier<3, 128>(); else named_barrier<3, 64>();": "and others came to it with",
     "if (t < 2) barrier_arrive(bar + 16);": "was made for 0 arrivals",
     "if (t == 0) barrier_arrive_expect(bar, 16), barrier_arrive(bar);": "all 1 arrivals of this phase have come",
     "barrier_arrive(bar + 24);": "there is no mbarrier at shared address 65560",
