@@ -8,9 +8,10 @@
 // where both sides are equal it is exactly 0.
 #pragma once
 
-// float16's small numbers are coarse: there dS, at most g (side 2) or seldom much more (side 1), is raised out of their range.
+// float16's small numbers are coarse: there dS_2, at most g, is raised out of their range. dS_1 has no such bound; it is kept where
+// it does not overflow before the gradient itself would: weights divided by a power of two that is no smaller.
 template <typename Element, int kSide>
-constexpr float kRaise = kWideExponent<Element> ? 1.0f : (kSide == 2 ? 0x1p12f : 0x1p4f);
+constexpr float kRaise = kWideExponent<Element> ? 1.0f : (kSide == 2 ? 0x1p12f : 0x1p-1f);
 
 struct alignas(16) RowTerms {
   float ref1, ref2;

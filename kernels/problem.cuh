@@ -33,7 +33,7 @@ struct RowStatsArrays {
   float* logsum2;
 };
 
-// The gradient that comes in from above, one value per query row. `data` null: 1 everywhere.
+// The gradient that comes in from above, one value per query row. `data` null: `value` everywhere.
 struct RowWeights {
   const void* data;
   const float* factor;  // null, or one device float that multiplies every value (1 / visible rows after a mean)

@@ -1,6 +1,6 @@
 // The sum of the rows' KL, or its mean over the rows that see at least one key; the count stays on the device.
 //
-// First kBlocks blocks sum a part each, in float64; then one block sums the parts. A fixed order: deterministic.
+// First as many blocks as the launch has sum a part each, in float64; then one block sums the parts. A fixed order: deterministic.
 #include "problem.cuh"
 #include "row_stats.cuh"
 

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import functools
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,7 @@ class CuPyArrays(Framework):
         super().__init__(device)
         self.cupy = import_cupy()
         self.index = device[1]
-        self.in_flight = collections.deque()
+        self.in_flight, self.lock = collections.deque(), threading.Lock()
 
     def empty(self, shape, dtype):
         return self.cupy.empty(shape, BFLOAT16 if dtype == "bfloat16" else dtype)
@@ -152,9 +153,10 @@ class CuPyArrays(Framework):
         owners = [v.owner for v in views if v is not None and v.framework in ("jax", "dlpack")]
         if not owners or (launch := cupy_stream(stream)).is_capturing():
             return
-        while self.in_flight and self.in_flight[0][0].done:
-            self.in_flight.popleft()
-        self.in_flight.append((launch.record(self.cupy.cuda.Event(disable_timing=True)), owners))
+        with self.lock:
+            while self.in_flight and self.in_flight[0][0].done:
+                self.in_flight.popleft()
+            self.in_flight.append((launch.record(self.cupy.cuda.Event(disable_timing=True)), owners))
 
 
 class JaxOnDevice(CuPyArrays):

@@ -35,9 +35,9 @@ def forward_bytes(problem, views) -> int:
     return padding.copy_bytes(problem, views) + kernels
 
 
-def backward_bytes(problem, views, wrt, dtype) -> int:
+def backward_bytes(problem, views, wrt, dtype, deterministic) -> int:
     """Bytes of workspace that `backward` takes for gradients in `dtype`."""
-    kernels = _gpu()[1].workspace_bytes(padding.padded_problem(problem), wrt, dtype, views["q1"].device[1])
+    kernels = _gpu()[1].workspace_bytes(padding.padded_problem(problem), wrt, dtype, deterministic, views["q1"].device[1])
     return padding.copy_bytes(problem, views, wrt, dtype) + kernels
 
 
@@ -106,7 +106,7 @@ def explain(call, wrt, dtype) -> list[str]:
         lines.append(f"gradient of {name}: through a padded buffer of {size} bytes")
     lines.append(
         f"workspace: {forward_bytes(call.problem, call.views)} bytes forward, "
-        f"{backward_bytes(call.problem, call.views, wrt, dtype)} bytes backward"
+        f"{backward_bytes(call.problem, call.views, wrt, dtype, False)} bytes backward"
     )
     return lines
 

@@ -20,7 +20,7 @@ def forward_bytes(problem, views) -> int:
     return 0
 
 
-def backward_bytes(problem, views, wrt, dtype) -> int:
+def backward_bytes(problem, views, wrt, dtype, deterministic) -> int:
     return 0
 
 

@@ -36,6 +36,8 @@ def main() -> int:
     for name, sizes in CASES.items():
         for dtype in ("float16", "bfloat16"):
             one(backend, f"{name}, {dtype}", make(31, dtype, **{"batch": 2, **sizes}), hostile="hostile" in name)
+    one(backend, "fused, float16, one weight", make(34, "float16", **{**CASES["fused"]}), weighted=False)
+    one(backend, "deterministic", make(35, "bfloat16", **{**CASES["fused"]}), deterministic=True)
     for dtype, d in (("float32", (40, 24)), ("float16", (320, 40)), ("float16", (256, 192))):
         one(backend, f"wide, {dtype}, {d}", make(32, dtype, d=d, **WIDE))
     for like in LIKE:
@@ -51,10 +53,10 @@ def main() -> int:
     return 0
 
 
-def one(backend, name, case, hostile=False) -> None:
+def one(backend, name, case, hostile=False, weighted=True, **options) -> None:
     print(name, flush=True)
     if not hostile:
-        check(backend, case, row_weights(case))
+        check(backend, case, row_weights(case) if weighted else None, **options)
         return
     inputs = {n: backend.put(a) for n, a in case.arrays.items()}
     options = {n: backend.put(np.asarray(v)) if isinstance(v, np.ndarray) else v for n, v in case.options.items()}

@@ -139,7 +139,7 @@ def test_portable_kernels_are_planned_as_on_another_card(monkeypatch):
     from streamkl_cupy.gpu import backward, device, forward
     from streamkl_cupy.gpu.device import DeviceInfo
 
-    monkeypatch.setattr(device, "device_info", lambda index: DeviceInfo("card", (9, 0), "sm_90", 132, 227 << 10, 228 << 10, 50 << 20))
+    monkeypatch.setattr(device, "device_info", lambda index: DeviceInfo("card", (9, 0), "sm_90", 132, 227 << 10, 228 << 10))
     for module in (forward, backward):
         monkeypatch.setattr(module, "device_info", module.device_info)
     use_portable_kernels()

@@ -64,10 +64,10 @@ def _fused(problem: Problem, side: int, device: DeviceInfo) -> Launch | None:
     return Launch(spec, "k", (blocks,), write, dq_tiles, sums)
 
 
-def workspace_bytes(problem: Problem, wrt, dtype, device_index: int) -> int:
+def workspace_bytes(problem: Problem, wrt, dtype, deterministic: bool, device_index: int) -> int:
     """Bytes of scratch: the float32 sums of dQ of one side at a time where dQ and dK are fused, else what counting the rows of a
     mean takes where the state does not know their number."""
-    steps = plan(problem, tuple(wrt), device_index, True, True)
+    steps = plan(problem, tuple(wrt), device_index, True, not deterministic)
     return max([reduce_bytes(problem), *(step.sums_bytes for step in steps)])
 
 

@@ -21,7 +21,6 @@ class DeviceInfo:
     multiprocessors: int
     shared_memory_per_block: int
     shared_memory_per_multiprocessor: int
-    l2_bytes: int
 
 
 @functools.cache
@@ -40,7 +39,6 @@ def device_info(device_index: int) -> DeviceInfo:
         multiprocessors=properties["multiProcessorCount"],
         shared_memory_per_block=properties["sharedMemPerBlockOptin"],
         shared_memory_per_multiprocessor=properties["sharedMemPerMultiprocessor"],
-        l2_bytes=properties["l2CacheSize"],
     )
 
 

@@ -148,10 +148,10 @@ def every_row(full: bool = False) -> Iterator[Specialisation]:
     yield from (row for dtype in ELEMENTS for row in _every_chunked_row(dtype))
     dtypes = ("float16", "bfloat16")
     for index, d1 in enumerate(HEAD_DIM_CLASSES):
-        for d2 in HEAD_DIM_CLASSES if full else (d1,):
+        for d2 in HEAD_DIM_CLASSES if full else (d1, 64) if d1 == 128 else (d1,):
             rows = {dtype: list(_every_plain_row(dtype, d1, d2)) for dtype in dtypes}
             for number, pair in enumerate(zip(*rows.values(), strict=True)):
-                yield from pair if full else (pair[(index + number) % 2],)
+                yield from pair if full or pair[0].accelerated else (pair[(index + number) % 2],)
 
 
 def _every_plain_row(dtype: str, d1: int, d2: int) -> Iterator[Specialisation]:

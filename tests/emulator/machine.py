@@ -16,9 +16,9 @@ from . import Emulated, tensor_maps
 
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16, "float32": np.dtype(np.float32)}
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 5e-6}
-AMPERE = DeviceInfo("an emulated Ampere", (8, 0), "sm_80", 4, 163 << 10, 164 << 10, 40 << 20)
-HOPPER = DeviceInfo("an emulated Hopper", (9, 0), "sm_90", 4, 227 << 10, 228 << 10, 50 << 20)
-SMALL = DeviceInfo("an emulated part with 99 KB", (8, 6), "sm_86", 4, 99 << 10, 100 << 10, 6 << 20)
+AMPERE = DeviceInfo("an emulated Ampere", (8, 0), "sm_80", 4, 163 << 10, 164 << 10)
+HOPPER = DeviceInfo("an emulated Hopper", (9, 0), "sm_90", 4, 227 << 10, 228 << 10)
+SMALL = DeviceInfo("an emulated part with 99 KB", (8, 6), "sm_86", 4, 99 << 10, 100 << 10)
 
 
 class Machine:

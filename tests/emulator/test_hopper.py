@@ -8,8 +8,9 @@ import pytest
 pytest.importorskip("cupy", reason="the launching code needs CuPy, though no GPU")
 
 from streamkl_cupy.gpu import backward, forward
+from streamkl_cupy.problem import SIDES, Problem
 
-from .machine import HOPPER, Machine, inputs, ints, run
+from .machine import HOPPER, Machine, inputs, ints, nan_rows, run, views
 
 
 @pytest.fixture
@@ -133,6 +134,30 @@ class TestFused:
     def test_one_weight_of_any_size(self, machine, weight):
         run(machine, inputs("float16", "bhsd", heads=(4, 2, 2)), weights=weight, deterministic=False)
         assert "write_dq" in machine.launched
+
+    @pytest.mark.parametrize("deterministic", [False, True])
+    def test_float16_gradients_up_to_its_range(self, machine, deterministic):
+        """Two keys of equal probability that the student tells apart by 32000 nats: dS of 8000 on either."""
+        arrays = {name: np.zeros((1, 2, 64, 16), np.float16) for name in ("q1", "q2")}
+        arrays |= {name: np.zeros((1, 2, 2, 16), np.float16) for name in ("k1", "k2")}
+        arrays["q1"][..., 1] = 1
+        arrays["q2"][..., 0], arrays["k2"][:, :, 0, 0], arrays["k2"][:, :, 1, 0] = 250, 64, -64
+        arrays["k1"][..., 2] = 1
+        run(machine, arrays, wrt=("k1",), deterministic=deterministic, scale1=1.0, scale2=1.0)
+
+    @pytest.mark.parametrize("deterministic", [False, True])
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_equal_sides_have_zero_gradients(self, machine, dtype, deterministic):
+        arrays = inputs(dtype, "bhsd", heads=(4, 2, 2), d=(64, 64))
+        arrays["q2"], arrays["k2"] = arrays["q1"], arrays["k1"]
+        given = views(arrays)
+        problem = Problem.check(*(given[n] for n in SIDES))
+        machine.memory, rows = list(arrays.values()), nan_rows(problem)
+        forward.run(problem, given, views(rows), None, None, 0, allocate=machine.allocate)
+        grads = {n: np.full(arrays[n].shape, np.nan, np.float32) for n in SIDES}
+        backward.run(problem, given, views(rows), 1e6, None, views(grads), deterministic, None, 0, allocate=machine.allocate)
+        assert not any(grad.any() for grad in grads.values())
+        assert ("write_dq" in machine.launched) != deterministic
 
     def test_separate_where_float16_rows_differ_in_weight(self, machine):
         weights = np.random.default_rng(1).normal(size=(2, 4, 37)).astype(np.float32)

@@ -99,7 +99,7 @@ def fake(nvrtc, monkeypatch):
 
     cuda = types.SimpleNamespace(Device=on_device, driver=types.SimpleNamespace(CUDADriverError=DriverError))
     monkeypatch.setattr(jit, "import_cupy", lambda: types.SimpleNamespace(cuda=cuda, RawModule=RawModule))
-    monkeypatch.setattr(jit, "device_info", lambda index: jit.DeviceInfo("Some GPU", (8, 0), "sm_80", 108, 166912, 167936, 40 << 20))
+    monkeypatch.setattr(jit, "device_info", lambda index: jit.DeviceInfo("Some GPU", (8, 0), "sm_80", 108, 166912, 167936))
     return state
 
 
@@ -200,7 +200,6 @@ def test_device_info_is_the_device_s(cupy):
     assert info.multiprocessors == attributes["MultiProcessorCount"]
     assert info.shared_memory_per_block == attributes["MaxSharedMemoryPerBlockOptin"]
     assert info.shared_memory_per_multiprocessor == attributes["MaxSharedMemoryPerMultiprocessor"]
-    assert info.l2_bytes == attributes["L2CacheSize"]
 
 
 @pytest.mark.gpu
