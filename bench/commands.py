@@ -41,11 +41,8 @@ def run(options, argv: list[str]) -> int:
     _check_plot(options)
     if options.command == "show":
         return _show(options)
-    if options.json is not None:
-        try:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise Refused(f"--json {options.json}: {error}") from None
+    if options.json is not None and not options.json.parent.is_dir():
+        raise Refused(f"--json {options.json}: there is no folder {options.json.parent}")
     device, why_not = _device(options.device)
     if options.portable and device == "cuda":
         from .subject import use_portable_kernels
