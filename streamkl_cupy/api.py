@@ -148,15 +148,16 @@ def backward(
         backend = _backend(call.framework)
         backend.check_values(call.problem, call.views)
         grads, views = (None, {}) if out is None else outputs.given_gradients(call.problem, call.framework, wrt, dtype, out)
-        call = _with_workspace(call, workspace, lambda: backend.backward_bytes(call.problem, call.views, wrt, dtype))
+        call = _with_workspace(call, workspace, lambda: backend.backward_bytes(call.problem, call.views, wrt, dtype, deterministic))
         read = call.views | rows | ({"grad_kl": weights} if hasattr(weights, "pointer") else {})
+        read |= zip(("state.reduced[0]", "state.reduced[1]"), reduced or (), strict=False)
         _check_overlaps(call, {f"out.{name}": v for name, v in views.items()}, read)
         if grads is None:
             grads, views = outputs.new_gradients(call.problem, call.framework, wrt, dtype)
         recompute = mean and reduced is None
         _, reduced = outputs.new_reduced(call.framework) if recompute else (None, reduced)
         backend.backward(call, rows, weights, reduced, views, deterministic, recompute)
-        call.framework.hold((*read.values(), *(reduced or ())), call.stream)
+        call.framework.hold((*read.values(), *(reduced if recompute else ())), call.stream)
         if out is None:
             grads = Gradients(*(g if g is None else call.framework.deliver(g, state.inputs.q1) for g in grads))
     return grads
@@ -203,8 +204,12 @@ def merge(rows_list: Iterable[RowStats], *, stream: Any = None) -> RowStats:
         return RowStats(*(framework.deliver(array, shards[0].kl) for array, _ in merged))
 
 
-def workspace_size(q1: Array, k1: Array, q2: Array, k2: Array, *, wrt: str | Iterable[str] | None = None, **options) -> int:
+def workspace_size(
+    q1: Array, k1: Array, q2: Array, k2: Array, *, wrt: str | Iterable[str] | None = None, deterministic: bool = False, **options
+) -> int:
     """Bytes of workspace that `forward` takes, and `backward` as well where `wrt` is given (for gradients of either dtype).
+
+    With `deterministic` it is that of `backward(deterministic=True)`, which never takes more.
 
     Takes the options of `forward`, and its errors. 0 on the CPU.
 
@@ -213,20 +218,23 @@ def workspace_size(q1: Array, k1: Array, q2: Array, k2: Array, *, wrt: str | Ite
     >>> workspace_size(q, q, q, q, causal=True, wrt="k2")
     0
     """
+    deterministic = arguments.flag("deterministic", deterministic)
     call = _open("workspace_size", (q1, k1, q2, k2), options)
     with call.framework.current(None):
         backend = _backend(call.framework)
         sizes = [backend.forward_bytes(call.problem, call.views)]
         if wrt is not None:
             names = arguments.wanted(wrt)
-            sizes += [backend.backward_bytes(call.problem, call.views, names, dtype) for dtype in (call.problem.dtype, "float32")]
+            dtypes = (call.problem.dtype, "float32")
+            sizes += [backend.backward_bytes(call.problem, call.views, names, dtype, deterministic) for dtype in dtypes]
     return max(sizes)
 
 
 def warmup(q1: Array, k1: Array, q2: Array, k2: Array, *, wrt: str | Iterable[str] = ("q2", "k2"), dtype: Any = None, **options) -> None:
     """Compiles and loads what `forward` and `backward` launch for such arguments, so that both can be captured in a CUDA graph.
 
-    Takes the options of `forward`, and its errors. Nothing is computed; on the CPU there is nothing to do.
+    Takes the options of `forward`, and its errors. Results are not computed, but inputs that are copied first are
+    copied, and as much memory is allocated as the calls would; on the CPU there is nothing to do.
 
     >>> import numpy as np
     >>> q = np.zeros((1, 1, 3, 8), np.float32)

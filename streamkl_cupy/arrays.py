@@ -131,7 +131,7 @@ def _torch_reader(torch):
         except RuntimeError as error:
             raise TypeError(f"{name} is a tensor without strided memory ({str(error).splitlines()[0]}); it takes {TAKES}") from None
         dtype = tensor.dtype
-        if strides and strides[-1] != 1 and tensor.is_neg():
+        if tensor.is_neg():
             raise ValueError(f"{name} is a lazily negated view; it takes its resolve_neg()")
         where = cpu if kind == "cpu" else ("cuda", device.index)
         return ArrayView(pointer, tuple(tensor.shape), strides, names.get(dtype) or str(dtype)[6:], where, False, "torch", tensor)
@@ -207,6 +207,13 @@ def is_contiguous(view: ArrayView) -> bool:
             return False
         step *= size
     return True
+
+
+def check_alignment(name: str, view: ArrayView) -> None:
+    """ValueError for a device array that kernels could not load item by item. NumPy reads and writes at any address."""
+    size = ITEM_BYTES[view.dtype]
+    if view.device[0] == "cuda" and view.pointer % size:
+        raise ValueError(f"{name} starts at address {view.pointer:#x}; it takes a multiple of its items' {size} bytes")
 
 
 def byte_span(view: ArrayView) -> tuple[int, int]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import ArrayView, view
+from .arrays import BFLOAT16, ArrayView, check_alignment, view
 from .frameworks import Framework, framework_for, stream_pointer
-from .problem import SIDES, VECTORS, Problem, check_wrt, describe_device
+from .problem import FLOAT32_MAX, SIDES, VECTORS, Problem, check_flag, check_wrt, describe_device, host_float
 from .state import Inputs, KLState
 
 WEIGHT_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -90,9 +91,12 @@ def upstream_weights(grad_kl: Any, call: Call) -> float | ArrayView | None:
         return None
     if isinstance(grad_kl, (bool, np.bool_)):
         raise TypeError("grad_kl is a bool; it takes None, a number or an array")
-    host_number = isinstance(grad_kl, (numbers.Real, np.generic)) or (isinstance(grad_kl, np.ndarray) and grad_kl.ndim == 0)
-    if host_number:
-        return float(grad_kl)
+    if isinstance(grad_kl, np.generic) or (isinstance(grad_kl, np.ndarray) and grad_kl.ndim == 0):
+        if grad_kl.dtype.kind not in "iuf" and grad_kl.dtype != BFLOAT16:
+            raise TypeError(f"grad_kl has dtype {grad_kl.dtype}; a host scalar takes integers and floating-point numbers")
+        return _host_weight(grad_kl)
+    if isinstance(grad_kl, numbers.Real):
+        return _host_weight(grad_kl)
     v = view("grad_kl", grad_kl, call.stream)
     if v.dtype not in WEIGHT_DTYPES:
         raise TypeError(f"grad_kl has dtype {v.dtype}; it takes {', '.join(WEIGHT_DTYPES)}")
@@ -105,20 +109,34 @@ def upstream_weights(grad_kl: Any, call: Call) -> float | ArrayView | None:
         raise ValueError(
             f"grad_kl is on {describe_device(v.device)} and q1 on {describe_device(call.framework.device)}; all arrays take one device"
         )
+    check_alignment("grad_kl", v)
     return v
+
+
+def _host_weight(grad_kl: Any) -> float:
+    number = host_float("grad_kl", grad_kl)
+    # An infinity goes through as one; a finite number must not turn into one.
+    if abs(number) > FLOAT32_MAX and not (math.isinf(number) and grad_kl == number):
+        raise ValueError(f"grad_kl is {grad_kl}; it takes a number in the range of float32")
+    return number
 
 
 def wanted(wrt: Any) -> tuple[str, ...]:
     """`wrt` in the order q1, k1, q2, k2."""
-    if not isinstance(wrt, (str, tuple, list, set, frozenset)):
+    try:
+        names = None if isinstance(wrt, (bytes, dict)) else (wrt,) if isinstance(wrt, str) else tuple(wrt)
+    except TypeError:
+        names = None
+    if names is None:
         raise TypeError(f"wrt is a {type(wrt).__name__}; it takes names out of {', '.join(map(repr, SIDES))}")
-    return check_wrt(wrt)
+    return check_wrt(names)
 
 
 def gradient_dtype(dtype: Any, inputs_dtype: str) -> str:
     """`dtype` as a name: None or the inputs' own, or float32."""
     if dtype is None:
         return inputs_dtype
+    takes = "float32" if inputs_dtype == "float32" else f"the inputs' {inputs_dtype} or float32"
     if isinstance(dtype, str):
         name = dtype
     elif type(dtype).__module__.partition(".")[0] == "torch":
@@ -127,16 +145,14 @@ def gradient_dtype(dtype: Any, inputs_dtype: str) -> str:
         try:
             name = np.dtype(dtype).name
         except TypeError:
-            raise TypeError(f"dtype is {dtype!r}; it takes None, {inputs_dtype!r} or 'float32'") from None
+            raise TypeError(f"dtype is {dtype!r}; it takes None, {takes}") from None
     if name not in (inputs_dtype, "float32"):
-        raise TypeError(f"dtype is {name}; it takes the inputs' {inputs_dtype} or float32")
+        raise TypeError(f"dtype is {name}; it takes {takes}")
     return name
 
 
-def flag(name: str, value: Any) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} is a {type(value).__name__}; it takes True or False")
-    return bool(value)
+flag = check_flag
+"""A switch of a call, by the rule for those of a `Problem`."""
 
 
 ADVICE = {

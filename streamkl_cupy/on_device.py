@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from . import padding
-from .arrays import ITEM_BYTES, ArrayView, byte_span, view
+from .arrays import ITEM_BYTES, ArrayView, byte_span, check_alignment, view
 from .frameworks import cupy_stream
 from .gpu.errors import import_cupy
 from .padding import Scratch
@@ -24,9 +24,7 @@ def _gpu():
 def check_values(problem, views) -> None:
     """Values of device vectors are never read on the host; the kernels clamp them. Their addresses are checked."""
     for name, array in views.items():
-        size = ITEM_BYTES[array.dtype]
-        if array.pointer % size:
-            raise ValueError(f"{name} starts at address {array.pointer:#x}; it takes a multiple of its items' {size} bytes")
+        check_alignment(name, array)
 
 
 def forward_bytes(problem, views) -> int:

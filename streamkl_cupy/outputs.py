@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from .arrays import ArrayView, byte_span, is_contiguous, overlap, overlaps_itself, view
+from .arrays import ArrayView, byte_span, check_alignment, is_contiguous, overlap, overlaps_itself, view
 from .frameworks import Framework
 from .padding import ALIGNMENT_BYTES, PIECE, misalignment
 from .problem import Problem, describe_device
@@ -178,6 +178,7 @@ def _check(name: str, v: ArrayView, shape, dtype: str, device) -> None:
         raise ValueError(f"{name} has shape {v.shape}; it takes {shape}")
     if v.device != device:
         raise _other_device(name, v, device)
+    check_alignment(name, v)
 
 
 def _other_device(name: str, v: ArrayView, device) -> ValueError:

@@ -11,6 +11,8 @@ import numbers
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 LAYOUTS = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1), "sbhd": (1, 2, 0), "thd": (None, 1, 0)}
 """Positions of the batch, head and row axes; the head dimension always comes last."""
 
@@ -23,6 +25,11 @@ OPEN = 1 << 40
 
 MAX_SEQLEN = (1 << 30) - 1
 """Rows or keys of one array's sequence axis; `kMostRows` in kernels/problem.cuh lies beyond."""
+
+FLOAT32_MIN = float(np.finfo(np.float32).tiny)
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+MAX_SCALE = FLOAT32_MAX / math.log2(math.e)
+"""Kernels are handed a scale, and its product with log2(e), as normal float32 numbers."""
 
 VECTORS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k", "q_offset")
 
@@ -168,7 +175,7 @@ class Problem:
             head_dim2=q2.shape[-1],
             scale1=_check_scale("scale1", scale1, q1.shape[-1]),
             scale2=_check_scale("scale2", scale2, q2.shape[-1]),
-            causal=_check_flag("causal", causal),
+            causal=check_flag("causal", causal),
             window=_check_window(window),
             q_offset=_check_q_offset(q_offset, batch, q1.device),
             has_seqlens_q=seqlens_q is not None,
@@ -181,7 +188,7 @@ def check_wrt(wrt) -> tuple[str, ...]:
     """The requested gradients in the order q1, k1, q2, k2."""
     names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
     for name in names:
-        if name not in SIDES:
+        if not isinstance(name, str) or name not in SIDES:
             raise ValueError(f"wrt has {name!r}; it takes any of {', '.join(map(repr, SIDES))}")
     if not names:
         raise ValueError(f"wrt is empty; it takes any of {', '.join(map(repr, SIDES))}")
@@ -257,15 +264,25 @@ def _check_vector(name, vector, entries, device) -> None:
 def _check_scale(name, scale, head_dim) -> float:
     if scale is None:
         return float(head_dim) ** -0.5
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+    if isinstance(scale, (bool, np.timedelta64)) or not isinstance(scale, numbers.Real):
         raise TypeError(f"{name} is a {type(scale).__name__}; it takes a positive host number")
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"{name} is {scale}; it takes a finite positive number")
-    return float(scale)
+    number = host_float(name, scale)
+    if not FLOAT32_MIN <= number <= MAX_SCALE:
+        raise ValueError(f"{name} is {number}; it takes a finite positive number from {FLOAT32_MIN:.3g} to {MAX_SCALE:.3g}")
+    return number
 
 
-def _check_flag(name, flag) -> bool:
-    if not isinstance(flag, (bool, numbers.Integral)) and type(flag).__name__ not in ("bool", "bool_"):
+def host_float(name, number) -> float:
+    """A host number as a float. ValueError for integers and fractions that no float holds."""
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError(f"{name} is a {type(number).__name__} beyond float64; it takes a number in the range of float32") from None
+
+
+def check_flag(name, flag) -> bool:
+    """TypeError for anything but True and False: an integer there is most often an argument in the wrong place."""
+    if not isinstance(flag, (bool, np.bool_)):
         raise TypeError(f"{name} is a {type(flag).__name__}; it takes True or False")
     return bool(flag)
 

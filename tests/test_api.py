@@ -364,12 +364,41 @@ def test_inputs_are_never_written():
     assert all((a == b).all() for a, b in zip(arrays, copies, strict=True))
 
 
-@pytest.mark.parametrize("wrt", ["k1", ("k2", "q1"), {"q2"}, ["q1", "k1", "q2", "k2"]])
+@pytest.mark.parametrize("wrt", ["k1", ("k2", "q1"), {"q2"}, ["q1", "k1", "q2", "k2"], {"q1": 0}.keys()])
 def test_wrt(wrt):
     _, state = skl.forward(*make())
     names = {wrt} if isinstance(wrt, str) else set(wrt)
     grads = skl.backward(state, wrt=wrt)
     assert {n for n in SIDES if getattr(grads, n) is not None} == names
+
+
+def test_wrt_from_an_iterator():
+    """Read once."""
+    inputs = make()
+    _, state = skl.forward(*inputs)
+    grads = skl.backward(state, wrt=(n for n in ("k2", "q1")))
+    assert [n for n in SIDES if getattr(grads, n) is not None] == ["q1", "k2"]
+    assert skl.workspace_size(*inputs, wrt=iter(SIDES)) == 0
+    assert "k1" in str(skl.explain(*inputs, wrt=iter(["k1"])))
+
+
+@pytest.mark.parametrize("grad", [np.float16(2), np.int8(2), np.array(2, np.uint16), bfloat16(np.array(2.0)), bfloat16(np.array(2.0))[()]])
+def test_host_scalars(grad):
+    _, state = skl.forward(*make())
+    np.testing.assert_array_equal(skl.backward(state, grad).q2, skl.backward(state, 2).q2)
+
+
+@pytest.mark.parametrize("grad", [np.inf, np.float32(-np.inf), np.nan])
+def test_upstream_numbers_that_are_not_finite_go_through(grad):
+    _, state = skl.forward(*make())
+    with np.errstate(invalid="ignore"):
+        assert not np.isfinite(skl.backward(state, grad).q2).any()
+
+
+@pytest.mark.parametrize("scale", [1.2e-38, 2.3e38])
+def test_extreme_scales_are_taken(scale):
+    zero = np.zeros((1, 1, 2, 8), np.float32)
+    assert not skl.forward(zero, zero, zero, zero, scale1=scale, scale2=scale)[0].any()
 
 
 def test_dtype_names():

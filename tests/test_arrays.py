@@ -73,8 +73,10 @@ def test_torch_without_memory():
     with pytest.raises(TypeError, match="q1"):
         torch.vmap(lambda x: view("q1", x))(torch.ones(2, 3))
     negated = torch.complex(torch.ones(2, 3), torch.ones(2, 3)).conj().imag
-    with pytest.raises(ValueError, match="resolve_neg"):
-        view("q1", negated)
+    for lazy in (negated, torch.tensor(1 + 2j).conj().imag, torch._neg_view(torch.ones(2, 3)), torch._neg_view(torch.ones(()))):
+        assert lazy.is_neg()
+        with pytest.raises(ValueError, match=r"q1 is a lazily negated view.*resolve_neg"):
+            view("q1", lazy)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -87,10 +87,21 @@ OPTIONS = [
     ({"scale2": float("nan")}, ValueError, "scale2 is nan"),
     ({"scale2": float("inf")}, ValueError, "scale2 is inf"),
     ({"scale2": "1"}, TypeError, "scale2 is a str"),
+    ({"scale1": 1e39}, ValueError, "scale1 is 1e\\+39"),
+    ({"scale2": 3e38}, ValueError, "scale2 is 3e\\+38"),
+    ({"scale1": 10**400}, ValueError, "scale1 is a int beyond float64"),
+    ({"scale2": 10**5000}, ValueError, "scale2 is a int beyond float64"),
+    ({"scale1": 1e-46}, ValueError, "scale1 is 1e-46"),
+    ({"scale2": 1e-39}, ValueError, "scale2 is 1e-39"),
+    ({"scale2": np.timedelta64(1)}, TypeError, "scale2 is a timedelta64"),
     ({"scale1": True}, TypeError, "scale1 is a bool"),
     ({"scale1": zeros(1)}, TypeError, "scale1 is a ndarray"),
     ({"causal": "yes"}, TypeError, "causal is a str"),
     ({"causal": None}, TypeError, "causal is a NoneType"),
+    ({"causal": 1}, TypeError, "causal is a int"),
+    ({"causal": 2}, TypeError, "causal is a int"),
+    ({"causal": -1}, TypeError, "causal is a int"),
+    ({"causal": np.int64(0)}, TypeError, "causal is a int64"),
     ({"window": 3}, TypeError, "window is 3"),
     ({"window": (1, 2, 3)}, TypeError, "window is"),
     ({"window": (1.5, 2)}, TypeError, "window is"),
@@ -284,6 +295,15 @@ def test_tensors_without_memory():
         skl.forward(**arrays(k1=torch.zeros(2, 2, 7, 8, device="meta")))
 
 
+def test_lazily_negated_tensors():
+    torch = pytest.importorskip("torch")
+    _, state = skl.forward(**arrays())
+    with pytest.raises(ValueError, match=r"grad_kl is a lazily negated view.*resolve_neg"):
+        skl.backward(state, torch.tensor(1 + 2j).conj().imag)
+    with pytest.raises(ValueError, match=r"k1 is a lazily negated view.*resolve_neg"):
+        skl.forward(**arrays(k1=torch._neg_view(torch.ones(2, 2, 7, 8))))
+
+
 def test_out_of_jax():
     jax = pytest.importorskip("jax")
     given = {n: jax.numpy.asarray(a) for n, a in arrays().items()}
@@ -300,6 +320,13 @@ BACKWARD = [
     ({"grad_kl": [1.0]}, TypeError, "grad_kl is a list"),
     ({"grad_kl": True}, TypeError, "grad_kl is a bool"),
     ({"grad_kl": 1j}, TypeError, "grad_kl is a complex"),
+    ({"grad_kl": 1e39}, ValueError, "grad_kl is 1e\\+39"),
+    ({"grad_kl": np.float64(-1e39)}, ValueError, "grad_kl is -1e\\+39"),
+    ({"grad_kl": 10**400}, ValueError, "grad_kl is a int beyond float64"),
+    ({"grad_kl": np.str_("3")}, TypeError, "grad_kl has dtype <U1"),
+    ({"grad_kl": np.complex64(1)}, TypeError, "grad_kl has dtype complex64"),
+    ({"grad_kl": np.datetime64(3, "s")}, TypeError, "grad_kl has dtype datetime64"),
+    ({"grad_kl": np.timedelta64(3, "s")}, TypeError, "grad_kl has dtype timedelta64"),
     ({"grad_kl": zeros(2, 4, 5, dtype=np.int32)}, TypeError, "grad_kl has dtype int32"),
     ({"grad_kl": zeros(2, 4)}, ValueError, r"grad_kl has shape \(2, 4\); it takes a scalar or \(2, 4, 5\)"),
     ({"grad_kl": zeros(2, 4, 1)}, ValueError, "grad_kl has shape"),
@@ -309,13 +336,19 @@ BACKWARD = [
     ({"wrt": ("q2", 3)}, ValueError, "wrt has 3"),
     ({"wrt": None}, TypeError, "wrt is a NoneType"),
     ({"wrt": 3}, TypeError, "wrt is a int"),
-    ({"dtype": "float16"}, TypeError, "dtype is float16; it takes the inputs' float32"),
+    ({"wrt": b"q2"}, TypeError, "wrt is a bytes"),
+    ({"wrt": {"q2": True}}, TypeError, "wrt is a dict"),
+    ({"dtype": "float16"}, TypeError, "dtype is float16; it takes float32$"),
     ({"dtype": np.float64}, TypeError, "dtype is float64"),
     ({"dtype": 3}, TypeError, "dtype is 3"),
     ({"deterministic": "no"}, TypeError, "deterministic is a str"),
+    ({"deterministic": 1}, TypeError, "deterministic is a int"),
     ({"deterministic": None}, TypeError, "deterministic is a NoneType"),
 ]
 BACKWARD_ON_HOST = [
+    ({"grad_kl": np.array(True)}, TypeError, "grad_kl has dtype bool"),
+    ({"grad_kl": np.array(None)}, TypeError, "grad_kl has dtype object"),
+    ({"grad_kl": np.array(1e39)}, ValueError, "grad_kl is 1e\\+39"),
     ({"grad_kl": Legacy(zeros(2, 4, 5), device=(2, 0))}, ValueError, "grad_kl is on cuda:0 and q1 on cpu"),
 ]
 
@@ -380,6 +413,19 @@ def test_out_of_backward_on_rows_and_weights():
     both = skl.Gradients(q2=pool[:320].reshape(2, 4, 5, 8), k2=pool[8:328].reshape(2, 4, 5, 8))
     with pytest.raises(ValueError, match=r"out\.q2 overlaps out\.k2"):
         skl.backward(state, out=both)
+    assert not pool.any()
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_out_of_backward_on_the_reduced(at):
+    shapes = {n: (2, 4, 5, 8) for n in SIDES}
+    _, state = skl.forward(**arrays(shapes), reduction="mean")
+    pool = np.zeros(320, np.float32)
+    reduced = [*state.reduced]
+    reduced[at] = pool[7:8].reshape(())
+    state = skl.KLState(state.rows, state.problem, state.inputs, tuple(reduced))
+    with pytest.raises(ValueError, match=rf"out\.q2 overlaps state\.reduced\[{at}\]"):
+        skl.backward(state, wrt="q2", out=skl.Gradients(q2=pool.reshape(2, 4, 5, 8)))
     assert not pool.any()
 
 

@@ -263,6 +263,46 @@ def test_bad_calls(gpu):
     assert skl.backward(state, np.float32(2)).q2 is not None
 
 
+def askew(shape, dtype=np.float32):
+    """An array at an address that is no multiple of its items' size."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return on_cuda(aligned(np.zeros(size + 1, np.uint8))[1:].view(dtype).reshape(shape))
+
+
+def test_addresses_between_items(gpu, monkeypatch):
+    """Kernels load whole items: every array that they read or write starts at a multiple of one."""
+    monkeypatch.setattr("streamkl_cupy.api.framework_for", lambda name, device: gpu.framework)
+    inputs = [on_cuda(a) for a in make()]
+    _, state = skl.forward(*inputs, reduction="mean")
+    _, plain = skl.forward(*inputs)
+    rows, one = askew((2, 4, 5)), askew(())
+
+    def changed(base=state, **parts):
+        return skl.KLState(base.rows._replace(**parts), base.problem, base.inputs, base.reduced)
+
+    def reduced(i):
+        pair = [*state.reduced]
+        pair[i] = one
+        return skl.KLState(state.rows, state.problem, state.inputs, tuple(pair))
+
+    calls = [
+        ("grad_kl", lambda: skl.backward(plain, rows)),
+        ("grad_kl", lambda: skl.backward(state, one)),
+        *((f"state.rows.{n}", lambda n=n: skl.backward(changed(**{n: rows}))) for n in RowStats._fields),
+        *((f"state.reduced[{i}]", lambda i=i: skl.backward(reduced(i))) for i in (0, 1)),
+        *((f"out.rows.{n}", lambda n=n: skl.forward(*inputs, out=changed(plain, **{n: rows}))) for n in RowStats._fields),
+        *((f"out.reduced[{i}]", lambda i=i: skl.forward(*inputs, reduction="mean", out=reduced(i))) for i in (0, 1)),
+        ("out.q2", lambda: skl.backward(plain, wrt="q2", out=skl.Gradients(q2=askew((2, 4, 5, 24), np.float16)))),
+        ("rows_list[1].ref1", lambda: skl.merge([plain.rows, plain.rows._replace(ref1=rows)])),
+        ("rows_list[0].kl", lambda: skl.merge([plain.rows._replace(kl=rows)])),
+    ]
+    launched = len(gpu.forward.calls)
+    for name, call in calls:
+        with pytest.raises(ValueError, match=re.escape(f"{name} starts at address 0x") + r".* multiple of its items' [24] bytes"):
+            call()
+    assert len(gpu.forward.calls) == launched and gpu.backward.calls == []
+
+
 def test_wrong_values_in_device_vectors_are_not_read(gpu, monkeypatch):
     """No host synchronisation: the values belong to the kernels."""
     monkeypatch.setattr(numpy_backend, "check_vectors", None)
