@@ -37,8 +37,9 @@ backward_dk_sm90(const __grid_constant__ Problem problem, const __grid_constant_
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 own_tile = shared_address(shared);
   const Ring<STAGES, kSliceBytes> ring(own_tile + kOwnBytes);
+  const TermsRing<STAGES> terms_ring{own_tile + kOwnBytes + ring.kBytes};
   // Read again tile by tile: no registers are left to keep it in.
-  OwnTile& kept_keys = *reinterpret_cast<OwnTile*>(shared + kOwnBytes + ring.kBytes);
+  OwnTile& kept_keys = *reinterpret_cast<OwnTile*>(shared + kOwnBytes + ring.kBytes + terms_ring.kBytes);
   RowTerms* all_terms = reinterpret_cast<RowTerms*>(&kept_keys + 1);
   float* units = reinterpret_cast<float*>(all_terms + STAGES / 2 * kQueries);  // what each tile's weights were divided by
 
@@ -61,6 +62,7 @@ backward_dk_sm90(const __grid_constant__ Problem problem, const __grid_constant_
       barrier_init(ring.full + 8 * i, i % 2 == 0 ? 33 : 1);
       barrier_init(ring.empty + 8 * i, max(working, 1));
     }
+    terms_ring.init(working);
     proxy_fence();
   }
   __syncthreads();
@@ -81,7 +83,7 @@ backward_dk_sm90(const __grid_constant__ Problem problem, const __grid_constant_
       float unit = kWideExponent<Element> ? 1.0f : 0.0f;
       for (int step = 0; step < steps; ++step) {
         const int head = first_head + step / tile_count, first_query = (tiles.begin + step % tile_count) * kQueries;
-        if (step >= STAGES / 2) await_terms_read(at.slot / 2, working);
+        terms_ring.await_empty(at);
         QueryTerms query[kQueries / 32];
         float largest = 0.0f;
 #pragma unroll
@@ -98,7 +100,6 @@ backward_dk_sm90(const __grid_constant__ Problem problem, const __grid_constant_
         at.advance();
         at.advance();
       }
-      for (int entry = 0; entry < min(steps, STAGES / 2); ++entry) await_terms_read(entry, working);
     }
   } else {
     // Consumers.
@@ -160,7 +161,7 @@ backward_dk_sm90(const __grid_constant__ Problem problem, const __grid_constant_
       }
       gradients_by_column<SIDE>(s1, s2, problem.log2_scale1, problem.log2_scale2, all_terms + other_slot / 2 * kQueries, lane);
       auto& own = SIDE == 1 ? s1 : s2;
-      terms_are_read(other_slot / 2, working);
+      terms_ring.release(other_slot);
       if (first_query < unmasked.begin || first_query + kQueries > unmasked.end) {
         hide_queries_unseeing(own, kept_keys.band, kept_keys.begin + warp_row, first_query, lane);
         clear_rows<kQueries>(ring.slice(own_slot), chunks_of(kOwnDim), first_query, queries, warpgroup);

@@ -146,7 +146,7 @@ backward_dq_sm90(const __grid_constant__ Problem problem, const __grid_constant_
     for (int half = 0; half < 2; ++half) {
       const int row = kept_rows.begin + warp_row + lane.row + 8 * half;
       const Sequence& own_sequence = kept_rows.sequence;
-      factor[0][half] = row < kept_rows.valid_end ? scale * row_weight(weights, own_sequence.batch_index, kept_rows.head, own_sequence.q_begin + row) : 0.0f;
+      factor[0][half] = row < kept_rows.valid_end && kept_rows.band.first_key(row) < kept_rows.band.end_key(row) ? scale * row_weight(weights, own_sequence.batch_index, kept_rows.head, own_sequence.q_begin + row) : 0.0f;
     }
     write_gradient<Element>(gradient, factor, SIDE == 1 ? output.q1 : output.q2, output.as_float32, kept_rows, kept_rows.sequence.q_begin,
                             kept_rows.begin + warp_row, 0,

@@ -45,8 +45,9 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
   const u32 own_tile = shared_address(shared), weight_tiles = own_tile + kOwnBytes, staging = weight_tiles + kWeightBuffers * kWeightBytes;
   const Ring<STAGES, kSliceBytes> ring(staging + 2 * kStagingBytes);
   const u32 weights_full = ring.empty + 8 * STAGES, weights_empty = weights_full + 8 * kWeightBuffers, own_full = weights_empty + 8 * kWeightBuffers;
+  const TermsRing<STAGES> terms_ring{own_full + 16};
   // Read again tile by tile: no registers are left to keep it in.
-  OwnTile& kept_keys = *reinterpret_cast<OwnTile*>(shared + (own_full + 16 - own_tile));
+  OwnTile& kept_keys = *reinterpret_cast<OwnTile*>(shared + (terms_ring.empty + terms_ring.kBytes - own_tile));
   RowTerms* all_terms = reinterpret_cast<RowTerms*>(&kept_keys + 1);
 
   // Whose keys, and which queries see them.
@@ -73,6 +74,7 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
       barrier_init(weights_empty + 8 * i, 1);
     }
     barrier_init(own_full, 128 * kConsumers);
+    terms_ring.init(working);
     proxy_fence();
   }
   __syncthreads();
@@ -93,10 +95,9 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
       }
     } else if (warp == 1) {
       const float per_unit = 1.0f / unit;
-      int fills = 0;
       for (int head = first_head; head < first_head + group; ++head) {
         for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-          if (fills++ >= STAGES / 2) await_terms_read(at.slot / 2, working);
+          terms_ring.await_empty(at);
           for (int i = lane; i < kQueries; i += 32) {
             const QueryTerms query = query_terms(problem, weights, s, head, tile * kQueries + i, queries);
             all_terms[at.slot / 2 * kQueries + i] = row_terms<SIDE>(query.stats, query.g * per_unit);
@@ -106,7 +107,6 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
           at.advance();
         }
       }
-      for (int entry = 0; entry < min(fills, STAGES / 2); ++entry) await_terms_read(entry, working);
     }
   } else if (warpgroup == kConsumers) {
     // dQ, from both consumers' dS^T.
@@ -139,8 +139,9 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
     registers_take<208>();
     const Matrix& own_k = SIDE == 1 ? problem.k1 : problem.k2;
     const Matrix& other_k = SIDE == 1 ? problem.k2 : problem.k1;
+    const Span seen = keys_seen_by_some(keys.band, 0, s.q_valid);  // others may hold NaN, and dQ sums over them
     copy_operand_async<Element, kRows, kOwnDim, 128 * kConsumers>(own_tile, head_rows<Element>(own_k, s.batch_index, keys.head, s.k_begin),
-                                                                 own_k.row_stride, keys.begin, {keys.begin, keys.valid_end},
+                                                                 own_k.row_stride, keys.begin, {max(keys.begin, seen.begin), min(keys.valid_end, seen.end)},
                                                                  SIDE == 1 ? problem.head_dim1 : problem.head_dim2);
     copy_async_commit();
     const Lane lane;
@@ -186,7 +187,7 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
     auto second_half = [&](int other_slot) {
       hold(own_flat);
       gradients_second<SIDE>(s1, s2, SIDE == 1 ? problem.log2_scale1 : problem.log2_scale2, all_terms + other_slot / 2 * kQueries, lane);
-      terms_are_read(other_slot / 2, working);
+      terms_ring.release(other_slot);
     };
     // The gradient where pairs see each other, rounded to an operand.
     auto round = [&](int first_query, int own_slot) {

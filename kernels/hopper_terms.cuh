@@ -108,9 +108,16 @@ __device__ __forceinline__ void gradients_second(float (&s1)[1][kColumnBlocks][4
   }
 }
 
-// Where queries stream by, a warp of the producer's keeps a ring of their terms, an entry a tile. Its readers say when they are done
-// with an entry by a numbered barrier, which, unlike one arrival for all of them, orders every reader's reads.
-constexpr int kTermsBarrier = 5;  // of the first entry
+// Where queries stream by, a warp of the producer's keeps a ring of their terms, an entry a tile of two slices. Every reader says by an
+// arrival of its own when it is done with an entry: one for all would do, but racecheck credits only the thread that arrives.
+template <int kStages>
+struct TermsRing {
+  u32 empty;
 
-__device__ __forceinline__ void terms_are_read(int entry, int warpgroups) { numbered_barrier_arrive(kTermsBarrier + entry, 32 + 128 * warpgroups); }
-__device__ __forceinline__ void await_terms_read(int entry, int warpgroups) { numbered_barrier_sync(kTermsBarrier + entry, 32 + 128 * warpgroups); }
+  static constexpr int kBytes = (kStages / 2 * 8 + 15) / 16 * 16;
+  __device__ __forceinline__ void init(int warpgroups) const {
+    for (int i = 0; i < kStages / 2; ++i) barrier_init(empty + 8 * i, 128 * max(warpgroups, 1));
+  }
+  __device__ __forceinline__ void await_empty(const RingPosition<kStages>& at) const { barrier_wait(empty + 4 * at.slot, at.parity ^ 1); }
+  __device__ __forceinline__ void release(int slot) const { barrier_arrive(empty + 4 * slot); }
+};

@@ -11,9 +11,6 @@ __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.
 // A barrier of kThreads of the block's threads, of the sixteen that have numbers.
 template <int kNumber, int kThreads>
 __device__ __forceinline__ void named_barrier() { asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(kThreads) : "memory"); }
-__device__ __forceinline__ void numbered_barrier_sync(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
-// Counts as having come, and goes on.
-__device__ __forceinline__ void numbered_barrier_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 // The same for one of the consumer warpgroups, under a number of its own.
 __device__ __forceinline__ void warpgroup_barrier(int warpgroup) { asm volatile("bar.sync %0, 128;" ::"r"(2 + warpgroup) : "memory"); }
 __device__ __forceinline__ void store_shared_16(u32 to, u32 word) {

@@ -89,7 +89,9 @@ def _backward_row(own: str, dtype: str, d1: int, d2: int, side: int, tile: Tile)
     defines = (("ELEMENT", ELEMENTS[dtype]), ("SIDE", side), ("HEAD_DIM1", d1), ("HEAD_DIM2", d2))
     defines += (("KEYS" if own == "q" else "QUERIES", tile.streamed), ("STAGES", tile.stages))
     shared = _ring_bytes(tile, d1, d2) + _slice_bytes(tile.rows, (d1, d2)[side - 1]) + OWN_TILE_BYTES
-    shared += ROW_TERMS_BYTES * (tile.rows if own == "q" else tile.stages // 2 * tile.streamed) + 4 * tile.stages // 2
+    shared += ROW_TERMS_BYTES * (tile.rows if own == "q" else tile.stages // 2 * tile.streamed) + (
+        0 if own == "q" else 4 * tile.stages // 2 + _terms_ring_bytes(tile)
+    )
     return Specialisation(f"backward_d{own}_sm90.cu", f"backward_d{own}_sm90", tile, defines, shared, SPILL_BUDGET, True, WARPGROUP)
 
 
@@ -97,12 +99,16 @@ def _fused_row(dtype: str, d1: int, d2: int, side: int, tile: Tile) -> Specialis
     defines = (("ELEMENT", ELEMENTS[dtype]), ("SIDE", side), ("HEAD_DIM1", d1), ("HEAD_DIM2", d2), ("STAGES", tile.stages))
     shared = _ring_bytes(tile, d1, d2) + _slice_bytes(tile.rows, (d1, d2)[side - 1]) + OWN_TILE_BYTES
     shared += WEIGHT_BUFFERS * (tile.rows * CHUNK_BYTES + 2 * BARRIER_BYTES) + 2 * BARRIER_BYTES
-    shared += 2 * 4 * DQ_ROWS * min((d1, d2)[side - 1], 64) + tile.stages // 2 * tile.streamed * ROW_TERMS_BYTES
+    shared += _terms_ring_bytes(tile) + 2 * 4 * DQ_ROWS * min((d1, d2)[side - 1], 64) + tile.stages // 2 * tile.streamed * ROW_TERMS_BYTES
     return Specialisation("backward_sm90.cu", "backward_sm90", tile, defines, shared, PRODUCER_SPILL_BUDGET, True, 2 * WARPGROUP)
 
 
 def _slice_bytes(rows: int, columns: int) -> int:
     return rows * CHUNK_BYTES * -(-columns // 64)
+
+
+def _terms_ring_bytes(tile: Tile) -> int:
+    return -(-tile.stages // 2 * BARRIER_BYTES // 16) * 16
 
 
 def _ring_bytes(tile: Tile, d1: int, d2: int) -> int:

@@ -160,11 +160,6 @@ inline void wait_numbered(int number, int threads) {
   wait_at(kNumberedWait);
 }
 
-inline void arrive_numbered(int number, int threads) {
-  NumberedBarrier& b = numbered_barrier(number, threads);
-  if (!completes(b)) ++b.arrived;
-}
-
 // The 128-byte swizzle, on the bits of the address itself.
 inline unsigned swizzled(unsigned address) { return address ^ (address >> 3 & 0x70); }
 

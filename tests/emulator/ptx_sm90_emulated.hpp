@@ -22,8 +22,6 @@ struct alignas(64) TensorMap { char opaque[128]; };
 inline void barrier_init(u32 barrier, int arrivals) { emulated::init_mbarrier(barrier, arrivals); }
 inline void proxy_fence() { ++emulated::block.current->proxy_fences; }
 template <int kNumber, int kThreads> inline void named_barrier() { emulated::wait_numbered(kNumber, kThreads); }
-inline void numbered_barrier_sync(int number, int threads) { emulated::wait_numbered(number, threads); }
-inline void numbered_barrier_arrive(int number, int threads) { emulated::arrive_numbered(number, threads); }
 inline void warpgroup_barrier(int warpgroup) { emulated::wait_numbered(2 + warpgroup, 128); }
 inline void barrier_arrive(u32 barrier) { emulated::arrive("barrier_arrive", barrier, 0); }
 inline void barrier_arrive_expect(u32 barrier, u32 bytes) { emulated::arrive("barrier_arrive_expect", barrier, bytes); }

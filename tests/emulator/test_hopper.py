@@ -136,6 +136,20 @@ class TestFused:
         assert "write_dq" in machine.launched
 
     @pytest.mark.parametrize("deterministic", [False, True])
+    def test_what_sees_nothing_and_what_is_not_seen_may_be_nan(self, machine, deterministic):
+        """Keys ahead of every row of a causal batch, rows behind every key of a window, and the weights of such rows."""
+        for options, rows, keys in (
+            ({"causal": True, "q_offset": -30}, slice(0, 30), slice(40, None)),
+            ({"window": (10, 5), "q_offset": 100}, slice(75, None), slice(0, 90)),
+        ):
+            arrays = inputs("bfloat16", "bhsd", heads=(2, 2, 2), n=(70, 150) if "causal" in options else (90, 165), d=(64, 24))
+            weights = np.ones(arrays["q1"].shape[:3], np.float32)
+            for name, array in arrays.items():
+                array[:, :, rows if name[0] == "q" else keys] = np.nan
+            weights[:, :, rows] = np.nan
+            run(machine, arrays, weights=weights, deterministic=deterministic, **options)
+
+    @pytest.mark.parametrize("deterministic", [False, True])
     def test_float16_gradients_up_to_its_range(self, machine, deterministic):
         """Two keys of equal probability that the student tells apart by 32000 nats: dS of 8000 on either."""
         arrays = {name: np.zeros((1, 2, 64, 16), np.float16) for name in ("q1", "q2")}
