@@ -104,11 +104,12 @@ def machine(device: str) -> dict:
 
 
 def run(argv: list[str]) -> dict:
-    """Date (UTC), command line and git state."""
+    """Date (UTC), command line (of absolute paths only the name: the rest is the machine's own) and git state."""
+    words = [Path(word).name if Path(word).is_absolute() else word for word in argv]
     changed = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": shlex.join(["python", "-m", "bench", *argv]),
+        "command": shlex.join(["python", "-m", "bench", *words]),
         "commit": _git("rev-parse", "HEAD"),
         "dirty": None if changed is None else bool(changed),
     }
