@@ -144,11 +144,13 @@ def _shape(tile: Tile, streamed: str):
 
 def every_row(full: bool = False) -> Iterator[Specialisation]:
     """Every row of the table in every head-dimension class that takes it: each file, dtype and class at least once, or, `full`,
-    the whole product with the two sides' classes and dtypes. What CI compiles."""
+    the whole product with the two sides' classes and dtypes; of the Hopper rows both dtypes always, and one pair of classes that
+    differ. What CI compiles."""
     yield from (row for dtype in ELEMENTS for row in _every_chunked_row(dtype))
     dtypes = ("float16", "bfloat16")
     for index, d1 in enumerate(HEAD_DIM_CLASSES):
-        for d2 in HEAD_DIM_CLASSES if full else (d1, 64) if d1 == 128 else (d1,):
+        once = (d1, 64) if d1 == tiles_sm90.HEAD_DIM else (d1,)
+        for d2 in HEAD_DIM_CLASSES if full else once:
             rows = {dtype: list(_every_plain_row(dtype, d1, d2)) for dtype in dtypes}
             for number, pair in enumerate(zip(*rows.values(), strict=True)):
                 yield from pair if full or pair[0].accelerated else (pair[(index + number) % 2],)

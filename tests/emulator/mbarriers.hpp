@@ -26,7 +26,6 @@ struct Mbarrier {
 
 struct NumberedBarrier {
   int threads = 0;
-  int arrived = 0;  // and gone on
   std::vector<Thread*> waiting;
 };
 
@@ -134,30 +133,18 @@ inline void wait_mbarrier(unsigned address, unsigned parity) {
   }
 }
 
-inline NumberedBarrier& numbered_barrier(int number, int threads) {
+inline void wait_numbered(int number, int threads) {
   if (number < 1 || number > 15 || threads % kLanes != 0) fail("named_barrier %d of %d threads: 1 to 15, and whole warps", number, threads);
   NumberedBarrier& b = hopper.numbered[number];
-  if ((b.arrived != 0 || !b.waiting.empty()) && b.threads != threads)
-    fail("named_barrier %d of %d threads, and others came to it with %d", number, threads, b.threads);
+  if (!b.waiting.empty() && b.threads != threads) fail("named_barrier %d of %d threads, and others came to it with %d", number, threads, b.threads);
   b.threads = threads;
-  return b;
-}
-
-// Whether this thread is the last one.
-inline bool completes(NumberedBarrier& b) {
-  if (b.arrived + static_cast<int>(b.waiting.size()) + 1 < b.threads) return false;
-  b.arrived = 0;
+  if (static_cast<int>(b.waiting.size()) + 1 < threads) {
+    b.waiting.push_back(block.current);
+    hopper.waits[thread_number()] = {static_cast<unsigned>(number), 0};
+    return wait_at(kNumberedWait);
+  }
   ++block.barriers;
   wake_all(b.waiting);
-  return true;
-}
-
-inline void wait_numbered(int number, int threads) {
-  NumberedBarrier& b = numbered_barrier(number, threads);
-  if (completes(b)) return;
-  b.waiting.push_back(block.current);
-  hopper.waits[thread_number()] = {static_cast<unsigned>(number), 0};
-  wait_at(kNumberedWait);
 }
 
 // The 128-byte swizzle, on the bits of the address itself.
