@@ -4,5 +4,6 @@ The numbers behind the README are made again, on any card, by
 
     python -m bench all --heads 16,32 --seqlen-q 4k,8k,16k,32k,64k --compare-paper --json bench/results/CARD.json
     python -m bench readme
-    python -m bench show bench/results/CARD.json --plot bench/results/CARD.png
+
+bench/results/README.md says what can be left out to save time.
 """

@@ -54,9 +54,11 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("results", nargs="+", type=Path, metavar="FILE", help="result files of earlier runs")
     _reporting(show)
     readme = commands.add_parser(
-        "readme", help="refresh README's tables from bench/results/", description="Refresh README's tables from bench/results/*.json."
+        "readme",
+        help="refresh README's tables and figures from bench/results/",
+        description="Refresh README's tables and figures from bench/results/*.json; the figures need matplotlib.",
     )
-    readme.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a table is out of date")
+    readme.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a table or figure is out of date")
     return top
 
 

@@ -49,9 +49,7 @@ def make(case: Case, device: str, framework: str | None = None, seed: int = 0) -
     framework = framework or cuda_framework()
     if framework == "torch":
         return _torch(case, seed)
-    import cupy
-
-    return _numpy(case, seed, "cupy", lambda array, dtype: cupy.asarray(_rounded(array, dtype)))
+    return _numpy(case, seed, "cupy", _on_device)
 
 
 def cuda_framework() -> str:
@@ -91,6 +89,15 @@ def _numpy(case: Case, seed: int, framework: str, place) -> Data:
     return Data(
         framework, *arrays, place(rng.random((case.batch, case.heads, case.seqlen_q), dtype=np.float32) + np.float32(0.5), "float32")
     )
+
+
+def _on_device(array: np.ndarray, dtype: str):
+    import cupy
+
+    array = _rounded(array, dtype)
+    result = cupy.empty(array.shape, array.dtype)
+    result.set(array)
+    return result
 
 
 def _rounded(array: np.ndarray, dtype: str) -> np.ndarray:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from collections.abc import Callable
+
+WORDS = re.compile(r"out of memory|OutOfMemory|MemoryAllocation|ALLOC_FAILED|RESOURCE_EXHAUSTED")
 
 
 def peak_extra_bytes(call: Callable, device: str) -> int:
@@ -27,8 +30,11 @@ def release() -> None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception of any framework means that the device (or host) memory did not suffice."""
-    return isinstance(error, MemoryError) or type(error).__name__ in ("OutOfMemoryError", "OutOfMemory")
+    """Whether an exception of any framework means that the device (or host) memory did not suffice.
+
+    A compiler's or a driver's own error says so in its text alone.
+    """
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or bool(WORDS.search(str(error)))
 
 
 def _cuda_peak(call) -> int:

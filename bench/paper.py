@@ -119,7 +119,7 @@ def published(case: Case, direction: str, card: str) -> float | None:
     settings = {("q2", "k2"): 1, ("q1", "k1"): 2}
     setting = None if direction == "forward" else settings.get(case.wrt, 0)
     plain = case.head_dim1 == case.head_dim2 == 128 and case.dtype == "bfloat16" and case.kv_heads == case.heads and case.window == (-1, -1)
-    plain = plain and not case.portable
+    plain = plain and not case.portable and not (direction == "backward" and case.deterministic)
     if not plain:
         return None
     slices = case.batch * case.heads
@@ -132,15 +132,24 @@ def published(case: Case, direction: str, card: str) -> float | None:
     return cell and cell["streamkl"]
 
 
+def of_row(row: dict, card_name: str = "H200") -> float | None:
+    """The paper's StreamKL time for a row of results, on its card that is most like the named one."""
+    if row["command"] not in ("forward", "backward", "few-rows"):
+        return None
+    return published(Case.from_json(row["case"]), row["direction"], _card(card_name))
+
+
+def _card(name: str) -> str:
+    return "A100" if "A100" in name else "H200"
+
+
 def comparison(rows: list[dict], card_name: str) -> tuple[str, list[str], list[list[str]]]:
     """Title, header and lines: our time and the Triton peer's against the published one, for every published cell measured."""
-    card = "A100" if "A100" in card_name else "H200"
     lines = []
     for row in rows:
         case = Case.from_json(row["case"])
         times = {name: result.get("ms") for name, result in row["results"].items()}
-        ours = times.get("streamkl")
-        theirs = published(case, row["direction"], card) if row["direction"] in ("forward", "backward") else None
+        ours, theirs = times.get("streamkl"), of_row(row, card_name)
         if ours is None or theirs is None:
             continue
         lengths = show_size(case.seqlen_q) if case.seqlen_q == case.seqlen_k else f"{case.seqlen_q} x {show_size(case.seqlen_k)}"
@@ -149,4 +158,4 @@ def comparison(rows: list[dict], card_name: str) -> tuple[str, list[str], list[l
         line = [what, lengths, case.mask_label(), str(case.batch * case.heads), f"{theirs:g}", f"{ours:.3g}", f"{theirs / ours:.2f}x"]
         lines.append([*line, f"{triton:.3g}" if triton else "-", f"{theirs / triton:.2f}x" if triton else "-"])
     header = ["", "N", "mask", "B*H", "paper ms", "ours ms", "ratio", "Triton here ms", "ratio"]
-    return f"Against the paper's times on its {card} (here: {card_name})", header, lines
+    return f"Against the paper's times on its {_card(card_name)} (here: {card_name})", header, lines

@@ -1,12 +1,18 @@
-"""Figures from result rows: speed-up and TFLOP/s against N, memory against N, bandwidth of few rows. One figure a kind."""
+"""Figures from result rows: TFLOP/s and speed-up against N, memory against N, bandwidth of few rows. One figure a kind.
+
+They stand on white, so that they can be read on a page of any colour. An SVG says in its metadata from which rows it was drawn.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 from .cases import Case, show_size
-from .report import peers_of
+from .cells import TIMED, peers_of
 
 COLOURS = {
     "streamkl": "#c1272d",
@@ -30,126 +36,147 @@ NAMES = {
     "dense": "NumPy dense",
     "cudnn": "cuDNN attention (companion)",
 }
+QUIET = "#bbbbbb"
 
 
 def write(rows: list[dict], machine: dict, path: Path) -> list[Path]:
     """Draws every kind of figure that the rows give, and returns the files: `path` for one kind, else a suffix for each."""
-    drawn = {kind: draw for kind, draw in FIGURES.items() if _chosen(rows, kind)}
+    drawn = {kind: some for kind in FIGURES if (some := alike(rows_of(rows, kind)))}
     files = []
-    for kind, draw in drawn.items():
-        target = path if len(drawn) == 1 else path.with_name(f"{path.stem}-{kind}{path.suffix}")
-        figure = draw(_chosen(rows, kind), machine)
-        figure.savefig(target, dpi=160)
-        files.append(target)
+    for kind, some in drawn.items():
+        files.append(path if len(drawn) == 1 else path.with_name(f"{path.stem}-{kind}{path.suffix}"))
+        save(kind, some, machine, files[-1])
     return files
 
 
-def _chosen(rows: list[dict], kind: str) -> list[dict]:
-    """Rows of a kind that share B * H, head dimensions, dtype and key heads: the combination with the most."""
+def rows_of(rows: list[dict], kind: str) -> list[dict]:
+    """The rows that a kind of figure shows."""
+    return [row for row in rows if row["command"] in FIGURES[kind][0]]
+
+
+def save(kind: str, rows: list[dict], machine: dict, path: Path) -> None:
+    with _defaults():
+        figure = FIGURES[kind][1](rows, machine)
+        own = {"Date": None, "Creator": "python -m bench", "Description": digest(kind, rows, machine)} if path.suffix == ".svg" else None
+        figure.savefig(path, dpi=160, metadata=own)
+
+
+def digest(kind: str, rows: list[dict], machine: dict) -> str:
+    """What a figure's SVG says of the results that it was drawn from."""
+    text = json.dumps([kind, machine["name"], machine.get("memory_bytes"), rows], sort_keys=True)
+    return f"rows sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def alike(rows: list[dict]) -> list[dict]:
+    """Rows that share B * H, head dimensions, dtype and key heads: the combination with the most."""
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        if row["command"] == kind:
-            case = Case.from_json(row["case"])
-            shared = (case.batch * case.heads, case.kv_heads, case.head_dim1, case.head_dim2, case.dtype)
-            groups.setdefault(shared, []).append(row)
+        case = Case.from_json(row["case"])
+        shared = (case.batch * case.heads, case.kv_heads, case.head_dim1, case.head_dim2, case.dtype)
+        groups.setdefault(shared, []).append(row)
     return max(groups.values(), key=len) if groups else []
 
 
-def _speed(rows: list[dict], machine: dict):
-    """A row of panels for each mask and setting: TFLOP/s, and speed-up of the library over each peer."""
-    panels = _split(rows)
-    figure, axes = _figure(len(panels), 2)
-    names = peers_of(rows)
-    for (title, part), (rate, gain) in zip(panels.items(), axes, strict=True):
-        for name in ("streamkl", *names):
-            _line(rate, part, name, lambda row, name=name: row["results"][name].get("tflops"))
+def _rates(rows: list[dict], machine: dict):
+    """TFLOP/s of everyone: a panel for each mask (down) and pass (across)."""
+    figure, panels = _grid(rows)
+    names = ("streamkl", *peers_of(rows))
+    for axis, title, part in panels:
         for name in names:
-            _line(gain, part, name, lambda row, name=name: row["results"][name].get("speedup"))
+            _line(axis, part, name, lambda row, name=name: row["results"][name].get("tflops"))
         if peak := [row["cublas"]["tflops"] for row in part if "cublas" in row]:
-            rate.axhline(sum(peak) / len(peak), color="#bbbbbb", lw=1, ls="--")
-            rate.annotate(
-                "cuBLAS 8192³",
-                (1, sum(peak) / len(peak)),
-                xycoords=("axes fraction", "data"),
-                ha="right",
-                va="bottom",
-                color="#888888",
-                fontsize=8,
-            )
-        gain.set_yscale("log", base=2)
-        gain.axhline(1, color="#bbbbbb", lw=1, ls="--")
-        gain.yaxis.set_major_formatter(lambda y, _: f"{y:g}x")
-        _label(rate, part, title, "TFLOP/s, useful arithmetic")
-        _label(gain, part, title, "times faster than the peer")
-        rate.set_ylim(bottom=0)
-    return _finish(figure, axes, rows, machine, ("streamkl", *names))
+            _level(axis, sum(peak) / len(peak), "cuBLAS 8192³")
+        axis.set_ylim(bottom=0)
+        _label(axis, part, title, "TFLOP/s, useful arithmetic")
+    return _finish(figure, rows, machine, names)
+
+
+def _gains(rows: list[dict], machine: dict):
+    """Speed-up of the library over each peer, in the same panels."""
+    figure, panels = _grid(rows)
+    names = [name for name in peers_of(rows) if name != "cudnn"]
+    for axis, title, part in panels:
+        for name in names:
+            _line(axis, part, name, lambda row, name=name: row["results"][name].get("speedup"))
+        axis.axhline(1, color=QUIET, lw=1, ls="--")
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}x")
+        _label(axis, part, title, "times faster than the peer")
+    return _finish(figure, rows, machine, names)
 
 
 def _memory(rows: list[dict], machine: dict):
-    """A panel for each direction and setting of one mask; crosses on the card's capacity where a contender ran out of memory."""
-    masks = [Case.from_json(row["case"]).mask_label() for row in rows]
-    rows = [row for row, mask in zip(rows, masks, strict=True) if mask == masks[0]]
-    panels = _split(rows)
-    figure, axes = _figure(1, len(panels))
+    """A panel for each pass, of one mask; crosses above the card's capacity where a contender ran out of memory."""
+    mask = Case.from_json(rows[0]["case"]).mask_label()
+    rows = [row for row in rows if Case.from_json(row["case"]).mask_label() == mask]
+    figure, panels = _grid(rows)
     names = ["streamkl", *peers_of(rows)]
-    names += [n for n in COLOURS if n not in names and any(row["skipped"].get(n) == "out of memory" for row in rows)]
     capacity = machine.get("memory_bytes")
-    for (title, part), axis in zip(panels.items(), axes[0], strict=True):
-        failures = [n for n in names if any(row["skipped"].get(n) == "out of memory" for row in part)]
+    for axis, title, part in panels:
         for name in names:
             _line(axis, part, name, lambda row, name=name: row["results"][name].get("extra_bytes"))
         if capacity:
-            axis.axhline(capacity, color="#bbbbbb", lw=1, ls="--")
+            failures = [name for name in names if any(_too_large(row, name) for row in part)]
             for place, name in enumerate(failures):
-                at = [Case.from_json(row["case"]).seqlen_k for row in part if row["skipped"].get(name) == "out of memory"]
+                at = [Case.from_json(row["case"]).seqlen_k for row in part if _too_large(row, name)]
                 axis.plot(at, [capacity * 2.0 ** (place + 1)] * len(at), "x", color=COLOURS.get(name, "black"), ms=7, mew=2)
-            note = f"card: {capacity / 2**30:.0f} GiB" + ("; above: out of memory" if failures else "")
-            axis.annotate(note, (0.02, capacity), xycoords=("axes fraction", "data"), va="top", color="#888888", fontsize=8)
+            note = f"card: {capacity / 2**30:.0f} GiB" + (", crosses: out of memory" if failures else "")
+            _level(axis, capacity, note, ha="left")
         axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_locator(_powers(*axis.get_ylim()))
         axis.yaxis.set_major_formatter(lambda y, _: _short(y))
-        axis.yaxis.set_major_locator(_every(16, 2**20))
         _label(axis, part, title, "peak extra memory")
-    return _finish(figure, axes, rows, machine, names)
+    return _finish(figure, rows, machine, names)
 
 
 def _few_rows(rows: list[dict], machine: dict):
-    """A panel for each direction: GB/s against N_K, one shade a row count, the Triton peer dashed."""
-    panels = _split(rows)
-    figure, axes = _figure(1, len(panels))
+    """A panel for each pass: GB/s against N_K, one shade a row count, the Triton peer dashed, the copy rate above."""
+    figure, panels = _grid(rows)
     counts = sorted({Case.from_json(row["case"]).seqlen_q for row in rows})
-    for (title, part), axis in zip(panels.items(), axes[0], strict=True):
+    for axis, title, part in panels:
         for place, count in enumerate(counts):
             some = [row for row in part if Case.from_json(row["case"]).seqlen_q == count]
             for name, style in (("streamkl", "-"), ("triton", "--")):
                 shade = _shade(COLOURS[name], 1 - 0.75 * place / max(len(counts), 1))
                 label = f"{'streamkl_cupy' if name == 'streamkl' else 'Triton'}, N_Q {count}"
                 _line(axis, some, name, lambda row, name=name: row["results"][name].get("gbps"), color=shade, ls=style, label=label)
+        if rates := [row["copy"]["gbps"] for row in part if "copy" in row]:
+            _level(axis, sum(rates) / len(rates), "copy in the same run")
         axis.set_ylim(bottom=0)
-        _label(axis, part, title, "GB/s")
-        axis.set_xlabel("N_K")
-    return _finish(figure, axes, rows, machine, None)
+        _label(axis, part, title, "GB/s", "N_K")
+    return _finish(figure, rows, machine, None)
 
 
-FIGURES: dict[str, Callable] = {"forward": _speed, "backward": _speed, "memory": _memory, "few-rows": _few_rows}
+FIGURES: dict[str, tuple[tuple[str, ...], Callable]] = {
+    "tflops": (TIMED, _rates),
+    "speedup": (TIMED, _gains),
+    "memory": (("memory",), _memory),
+    "few-rows": (("few-rows",), _few_rows),
+}
+"""The commands whose rows a kind of figure shows, and how it is drawn."""
 
 
-def _split(rows: list[dict]) -> dict[str, list[dict]]:
-    """Rows by panel: direction, setting and mask."""
-    parts: dict[str, list[dict]] = {}
+def _grid(rows: list[dict]):
+    """A figure with a panel for each mask (down) and pass (across): the figure, and axis, title and rows of each panel in use."""
+    from matplotlib.figure import Figure
+
+    parts: dict[tuple[str, str], list[dict]] = {}
     for row in rows:
         case = Case.from_json(row["case"])
-        setting = f", {case.setting}" if row["direction"] == "backward" else ""
-        parts.setdefault(f"{row['direction']}{setting}, {case.mask_label()}", []).append(row)
-    return parts
-
-
-def _figure(rows: int, columns: int):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot.subplots(rows, columns, figsize=(4.6 * columns, 3.2 * rows + 1.0), squeeze=False, layout="constrained")
+        name = f"backward, {case.setting}" if row["direction"] == "backward" else "forward"
+        parts.setdefault((case.mask_label(), name), []).append(row)
+    masks, passes = (list(dict.fromkeys(key[i] for key in parts)) for i in (0, 1))
+    size = (max(4.0 * len(passes), 6.0), 2.8 * len(masks) + 1.2)
+    figure = Figure(figsize=size, facecolor="white", layout="constrained")
+    axes = figure.subplots(len(masks), len(passes), squeeze=False)
+    panels = []
+    for i, mask in enumerate(masks):
+        for j, name in enumerate(passes):
+            if part := parts.get((mask, name)):
+                panels.append((axes[i][j], f"{name}, {mask}", part))
+            else:
+                axes[i][j].set_axis_off()
+    return figure, panels
 
 
 def _line(axis, rows, name, value, **style) -> None:
@@ -160,41 +187,63 @@ def _line(axis, rows, name, value, **style) -> None:
         axis.plot(*zip(*points, strict=True), marker="o", ms=4, **(look | style))
 
 
-def _label(axis, rows, title, quantity) -> None:
+def _level(axis, y, text, ha="right") -> None:
+    """A line across at y that says what it is."""
+    axis.axhline(y, color=QUIET, lw=1, ls="--")
+    axis.annotate(
+        text, (0.98 if ha == "right" else 0.02, y), xycoords=("axes fraction", "data"), ha=ha, va="bottom", color="#777777", fontsize=8
+    )
+
+
+def _label(axis, rows, title, quantity, length="N") -> None:
     axis.set_xscale("log", base=2)
     lengths = sorted({Case.from_json(row["case"]).seqlen_k for row in rows})
     axis.set_xticks(lengths, [show_size(n) for n in lengths])
     axis.minorticks_off()
     axis.set_title(title, fontsize=10)
     axis.set_ylabel(quantity, fontsize=9)
-    axis.set_xlabel("N", fontsize=9)
+    axis.set_xlabel(length, fontsize=9)
     axis.tick_params(labelsize=8)
     axis.grid(axis="y", color="#eeeeee")
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _finish(figure, axes, rows, machine, names):
+def _finish(figure, rows, machine, names):
     """One legend for all panels, and what the figure was measured on."""
     found = {}
-    for axis in axes.flat:
+    for axis in figure.axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     order = [NAMES.get(name, name) for name in names] if names else list(found)
     labels = [label for label in order if label in found]
-    figure.legend(
-        [found[label] for label in labels], labels, loc="outside lower center", ncols=min(4, 2 * axes.shape[1]), fontsize=8, frameon=False
-    )
+    columns = 4 if len(figure.axes) > 1 else 2
+    figure.legend([found[label] for label in labels], labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     case = Case.from_json(rows[0]["case"])
     dims = str(case.head_dim1) if case.head_dim1 == case.head_dim2 else f"{case.head_dim1} and {case.head_dim2}"
     figure.suptitle(f"{machine['name']}: B·H {case.batch * case.heads}, D {dims}, {case.dtype}", fontsize=11)
     return figure
 
 
-def _every(base: float, unit: float):
-    """Ticks at unit * base^i."""
+@contextlib.contextmanager
+def _defaults():
+    """matplotlib as it is delivered, whatever the user's settings, and the same file for the same rows."""
+    import matplotlib
+    import matplotlib.style
+
+    with matplotlib.style.context("default"), matplotlib.rc_context({"svg.hashsalt": "streamkl_cupy", "svg.fonttype": "path"}):
+        yield
+
+
+def _too_large(row: dict, name: str) -> bool:
+    return row["skipped"].get(name) == "out of memory"
+
+
+def _powers(low: float, high: float):
+    """Ticks at powers of 16, or closer ones where these would be few."""
     from matplotlib.ticker import FixedLocator
 
-    return FixedLocator([unit * base**i for i in range(-4, 8)])
+    step = 4 if high > low * 2**12 else 2 if high > low * 2**6 else 1
+    return FixedLocator([2.0**i for i in range(0, 60, step)])
 
 
 def _short(count: float) -> str:

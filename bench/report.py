@@ -59,21 +59,21 @@ def timed_lines(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     names = peers_of(rows)
     few = any(row["command"] == "few-rows" for row in rows)
     header = ["pass", "N_Q", "N_K", "mask", "B*H", "D", "ms", "+-", "TFLOP/s", "of cuBLAS", "sustained"]
-    header += (["GB/s"] if few else []) + ["extra", "error", *(f"vs {name}" for name in names)]
+    header += (["GB/s", "time / copy"] if few else []) + ["extra", "error", *(f"vs {name}" for name in names)]
     lines = []
     for row in rows:
         case, ours = Case.from_json(row["case"]), row["results"].get("streamkl", {})
         sustained = row.get("sustained")
         line = [what(row), show_size(case.seqlen_q), show_size(case.seqlen_k), case.mask_label(), str(case.batch * case.heads), dims(case)]
         line += [
-            _or_none(ours.get("ms"), milliseconds),
-            _or_none(ours.get("spread"), lambda x: f"{100 * x:.1f}%"),
-            _or_none(ours.get("tflops"), rate),
-            _or_none(ours.get("of_cublas"), lambda x: f"{x:.3f}"),
-            _or_none(sustained and sustained["ratio"], lambda x: f"{x:.3f}"),
+            or_none(ours.get("ms"), milliseconds),
+            or_none(ours.get("spread"), lambda x: f"{100 * x:.1f}%"),
+            or_none(ours.get("tflops"), rate),
+            or_none(ours.get("of_cublas"), lambda x: f"{x:.3f}"),
+            or_none(sustained and sustained["ratio"], lambda x: f"{x:.3f}"),
         ]
-        line += [_or_none(ours.get("gbps"), rate)] if few else []
-        line += [_or_none(ours.get("extra_bytes"), size), _or_none(ours.get("error"), lambda x: f"{x:.1e}")]
+        line += [or_none(ours.get("gbps"), rate), over_copy(row)] if few else []
+        line += [or_none(ours.get("extra_bytes"), size), or_none(ours.get("error"), lambda x: f"{x:.1e}")]
         lines.append(line + [versus(row, name) for name in names])
     return header, lines
 
@@ -98,9 +98,15 @@ def host_lines(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
         case = Case.from_json(row["case"])
         times, graph = row["results"].get(row["framework"], {}), row.get("graph", {})
         line = [row["framework"], show_size(case.seqlen_q), str(case.batch * case.heads)]
-        line += [_or_none(times.get(field), rate) for field in fields]
-        lines.append(line + [_or_none(graph.get(field), rate) for field in ("kernels_us", "replay_adds_us")])
+        line += [or_none(times.get(field), rate) for field in fields]
+        lines.append(line + [or_none(graph.get(field), rate) for field in ("kernels_us", "replay_adds_us")])
     return header, lines
+
+
+def over_copy(row: dict) -> str:
+    """Our time over that of moving the same bytes once at the rate of a copy in the same run."""
+    ours = row["results"].get("streamkl", {}).get("gbps")
+    return f"{row['copy']['gbps'] / ours:.2f}" if ours and "copy" in row else NONE
 
 
 def versus(row: dict, name: str) -> str:
@@ -108,7 +114,7 @@ def versus(row: dict, name: str) -> str:
     result = row["results"].get(name)
     if result is None:
         return "oom" if row["skipped"].get(name) == "out of memory" else NONE
-    return f"{result['speedup']:.2f}x" if "speedup" in result else f"({rate(result['tflops'])} TF)"
+    return f"{result['speedup']:.{1 if result['speedup'] >= 10 else 2}f}x" if "speedup" in result else f"({rate(result['tflops'])} TF)"
 
 
 def extra(row: dict, name: str) -> str:
@@ -141,5 +147,6 @@ def dims(case: Case) -> str:
     return str(case.head_dim1) if case.head_dim1 == case.head_dim2 else f"{case.head_dim1}/{case.head_dim2}"
 
 
-def _or_none(value, show) -> str:
+def or_none(value, show) -> str:
+    """A value as `show` writes it, or the sign for none."""
     return NONE if value is None else show(value)

@@ -3,7 +3,7 @@
     {"schema": 1, "machine": {...}, "run": {"date", "command", "commit", "dirty"}, "tuned": {...}, "rows": [...]}
 
 A row has `command` (forward, backward, memory, few-rows, host), `direction`, `case`, `results` by contender (ms, spread, calls,
-tflops, gbps, of_cublas, error, extra_bytes, speedup, note), `skipped` by contender, and maybe `cublas` and `sustained`.
+tflops, gbps, of_cublas, error, extra_bytes, speedup, note), `skipped` by contender, and maybe `cublas`, `sustained` and `copy`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def load(path: Path) -> dict:
 
 def committed() -> list[dict]:
     """The documents in bench/results/, oldest run first."""
-    return sorted((load(path) for path in FOLDER.glob("*.json")), key=lambda document: document["run"]["date"])
+    return sorted((load(path) for path in sorted(FOLDER.glob("*.json"))), key=lambda document: document["run"]["date"])
 
 
 def adopt_tuned(document: dict) -> None:

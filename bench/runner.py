@@ -10,7 +10,7 @@ from .accuracy import TOLERANCE, Checker
 from .cases import Case
 from .data import make
 from .peers import Skip
-from .timing import CpuClock, CudaClock, Gemm, interleaved, sustained
+from .timing import Copy, CpuClock, CudaClock, Gemm, interleaved, sustained
 
 PATIENCE = 5
 """A peer's call may take this many times --seconds-per-cell, by extrapolation; a sustained measurement twice that."""
@@ -30,7 +30,7 @@ class Runner:
     def __init__(self, plan: Plan, say):
         self.plan, self.say = plan, say
         self.clock = CudaClock() if plan.device == "cuda" else CpuClock()
-        self.gemm = None
+        self.gemm = self.copy = None
         self.gemm_missing = Gemm.unavailable() if plan.device == "cuda" else "no GPU"
         if self.gemm_missing is None:
             self.gemm = Gemm(self.clock)
@@ -64,14 +64,19 @@ class Runner:
             errors.append(checker.backward_error(first))
         del first
         calls, estimate = {subject.NAME: call}, {subject.NAME: self.clock.once(call)}
-        if self.gemm:
+        if row["command"] == "few-rows":
+            self.copy = self.copy or Copy(self.clock)
+            calls["copy"], estimate["copy"] = self.copy.call, self.copy.estimate_ms
+        elif self.gemm:
             calls["cublas"], estimate["cublas"] = self.gemm.call, self.gemm.estimate_ms
-        times = interleaved(self.clock, calls, self.plan.seconds / 2, self.plan.repeat, estimate)
+        times = interleaved(self.clock, calls, self.plan.seconds, self.plan.repeat, estimate)
         entry = {"error": errors[-1]} | timed(times[subject.NAME], case.flop(direction), case.traffic(direction))
         row["results"][subject.NAME] = entry
         if max(errors) > TOLERANCE[case.dtype]:
             row["skipped"][subject.NAME] = f"wrong: error {errors[0]:.1e} of the forward, {errors[-1]:.1e} of the {direction}"
-        if self.gemm:
+        if "copy" in times:
+            row["copy"] = {"gbps": self.copy.bytes / times["copy"].median / 1e6}
+        if "cublas" in times:
             row["cublas"] = {"tflops": self.gemm.flop / times["cublas"].median / 1e9}
             entry["of_cublas"] = entry["tflops"] / row["cublas"]["tflops"]
         for name, module in self.modules.items():

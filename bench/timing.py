@@ -5,6 +5,8 @@ head start, so that what lies between the events is the device's time. A contend
 
 Sustained: blocks of at least half a second, kernel and cuBLAS in turn in one process, so that both settle at the card's power cap;
 the figure is the ratio of the medians over the rounds. In shorter blocks a kernel inherits the clock that cuBLAS was throttled to.
+
+Few rows are bound by memory. Their yardstick is a copy within the device's memory, in turn with the call.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 FLUSH_BYTES = 256 << 20
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
 BLOCK_SECONDS = 0.55
 ROUNDS = 3
 GEMM_SIZE = 8192
@@ -144,3 +147,23 @@ class Gemm:
         except ImportError:
             return "PyTorch is not installed"
         return None if torch.cuda.is_available() else "PyTorch sees no GPU"
+
+
+class Copy:
+    """The yardstick of what is bound by memory: a copy within it, of which every byte counts twice, read and written."""
+
+    def __init__(self, clock: CpuClock | CudaClock):
+        size = COPY_BYTES[clock.device]
+        self.bytes = 2 * size
+        if clock.device == "cuda":
+            import cupy
+
+            source, target = cupy.cuda.alloc(size), cupy.cuda.alloc(size)
+            self.call = lambda: target.copy_from_device_async(source, size)
+        else:
+            import numpy as np
+
+            source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+            self.call = lambda: np.copyto(target, source)
+        self.call()
+        self.estimate_ms = min(clock.once(self.call) for _ in range(3))

@@ -6,7 +6,10 @@ earlier run on the same card and Triton version, which the result files keep, ar
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 TUNED_SIZE = 8192
 
@@ -44,12 +47,31 @@ def choose(kernel: str, key: str, launch: Callable[[tuple[int, int, int, int]], 
     """The fastest candidate of `kernel` for `key`; `launch(config)` runs one on the tuning problem."""
     key = f"{kernel} {key}"
     if key not in choices:
+        _compile_ahead(launch, CANDIDATES[kernel])
         times = {config: _time(launch, config) for config in CANDIDATES[kernel]}
         times = {config: ms for config, ms in times.items() if ms is not None}
         if not times:
             raise RuntimeError(f"no tile of the Triton kernel {kernel!r} runs on this card")
         choices[key] = min(times, key=times.get)
     return choices[key]
+
+
+def _compile_ahead(launch, configs) -> None:
+    """Launches every candidate once, compiling on all cores: a tile takes a second to compile and a millisecond to run."""
+    import torch
+
+    device = torch.cuda.current_device()
+
+    def attempt(config):
+        torch.cuda.set_device(device)
+        # What fails here fails again where it is timed.
+        with contextlib.suppress(Exception):
+            launch(config)
+
+    attempt(configs[0])  # alone: it makes the tuning problem
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(attempt, configs[1:]))
+    torch.cuda.synchronize()
 
 
 def _time(launch, config) -> float | None:

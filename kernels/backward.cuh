@@ -71,7 +71,7 @@ __device__ __forceinline__ void hide_keys_unseen(float (&d)[kRowBlocks][kColumnB
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + 16 * m + 8 * half + lane.row;
       begin[m][half] = band.first_key(row) - first_key;
-      end[m][half] = band.end_key(row) - first_key;
+      end[m][half] = row < band.q_valid ? band.end_key(row) - first_key : -kMostRows;
     }
   }
   hide_unseen_rows(d, begin, end, lane);

@@ -1,10 +1,11 @@
 // dQ of one side on Hopper: TMA and wgmma, float16 and bfloat16, head dimensions up to 128; hopper_terms.cuh holds the formulas.
 //
-// Two consumer warpgroups own 64 query rows each and recompute their logits key tile by key tile. The gradient of the logits goes
-// from accumulators to operand registers without touching memory, and its product with the keys, which are still in the ring, runs
-// under the next tile's logits and under the other warpgroup's exponentials. Every row has one owner and one order: deterministic.
+// Three consumer warpgroups own 64 query rows each and recompute their logits key tile by key tile. The gradient of the logits goes
+// from accumulators to operand registers without touching memory, and meets the keys, which are still in the ring. Within a warpgroup
+// nothing overlaps: while one computes exponentials, the two others keep the tensor cores busy.
+// Every row has one owner and one order: deterministic.
 //
-// "Own" is the side whose gradient is wanted: its queries lie in shared memory, the other side's in registers.
+// "Own" is the side whose gradient is wanted.
 // Specialised by: ELEMENT, SIDE (1 or 2), HEAD_DIM1, HEAD_DIM2 (padded), KEYS (of a tile), STAGES (slices in the ring).
 #include "problem.cuh"
 #include "mask.cuh"
@@ -18,13 +19,13 @@
 #include "hopper_terms.cuh"
 
 using Element = ELEMENT;
-constexpr int kConsumers = 2;
+constexpr int kConsumers = 3;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kRows = 64 * kConsumers;
 constexpr int kKeys = KEYS;
 constexpr int kColumnBlocks = kKeys / 8;
 constexpr int kOwnDim = SIDE == 1 ? HEAD_DIM1 : HEAD_DIM2, kOtherDim = SIDE == 1 ? HEAD_DIM2 : HEAD_DIM1;
-constexpr int kOwnBytes = kRows * kChunkRowBytes * chunks_of(kOwnDim);
+constexpr int kOwnBytes = kRows * kChunkRowBytes * chunks_of(kOwnDim), kOtherBytes = kRows * kChunkRowBytes * chunks_of(kOtherDim);
 constexpr int kSliceBytes = kKeys * kChunkRowBytes * chunks_of(kOwnDim > kOtherDim ? kOwnDim : kOtherDim);
 static_assert(kKeys % 16 == 0, "keys are summed over in steps of 16");
 
@@ -33,10 +34,10 @@ backward_dq_sm90(const __grid_constant__ Problem problem, const __grid_constant_
                  const __grid_constant__ TensorMap k1_map, const __grid_constant__ TensorMap k2_map) {
   // Storage.
   extern __shared__ __align__(1024) unsigned char shared[];
-  const u32 own_tile = shared_address(shared);
-  const Ring<STAGES, kSliceBytes> ring(own_tile + kOwnBytes);
+  const u32 own_tile = shared_address(shared), other_tile = own_tile + kOwnBytes;
+  const Ring<STAGES, kSliceBytes> ring(other_tile + kOtherBytes);
   // Read again tile by tile: no registers are left to keep them in.
-  OwnTile& kept_rows = *reinterpret_cast<OwnTile*>(shared + kOwnBytes + ring.kBytes);
+  OwnTile& kept_rows = *reinterpret_cast<OwnTile*>(shared + kOwnBytes + kOtherBytes + ring.kBytes);
   RowTerms* terms = reinterpret_cast<RowTerms*>(&kept_rows + 1);
 
   // Whose rows, and which keys they see.
@@ -62,7 +63,7 @@ backward_dq_sm90(const __grid_constant__ Problem problem, const __grid_constant_
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == kConsumers) {
     // Producer.
-    registers_give<24>();
+    registers_give<32>();
     if (threadIdx.x == 128 * kConsumers) {
       const int head1 = rows.head / (problem.heads / problem.heads_k1), head2 = rows.head / (problem.heads / problem.heads_k2);
       RingPosition<STAGES> at;
@@ -74,18 +75,18 @@ backward_dq_sm90(const __grid_constant__ Problem problem, const __grid_constant_
     }
   } else {
     // Consumers.
-    registers_take<240>();
+    registers_take<160>();
     const Matrix& own_q = SIDE == 1 ? problem.q1 : problem.q2;
     const Matrix& other_q = SIDE == 1 ? problem.q2 : problem.q1;
     copy_operand_async<Element, kRows, kOwnDim, 128 * kConsumers>(own_tile, head_rows<Element>(own_q, s.batch_index, rows.head, s.q_begin),
                                                                  own_q.row_stride, rows.begin, {rows.begin, rows.valid_end},
                                                                  SIDE == 1 ? problem.head_dim1 : problem.head_dim2);
+    copy_operand_async<Element, kRows, kOtherDim, 128 * kConsumers>(other_tile, head_rows<Element>(other_q, s.batch_index, rows.head, s.q_begin),
+                                                                   other_q.row_stride, rows.begin, {rows.begin, rows.valid_end},
+                                                                   SIDE == 1 ? problem.head_dim2 : problem.head_dim1);
     copy_async_commit();
     const Lane lane;
     const int warp_row = 64 * warpgroup + static_cast<int>(threadIdx.x) % 128 / 32 * 16;
-    u32 other[kOtherDim / 16][4];
-    load_operand<Element, kOtherDim>(other, head_rows<Element>(other_q, s.batch_index, rows.head, s.q_begin), other_q.row_stride,
-                                     rows.begin + warp_row, rows.valid_end, SIDE == 1 ? problem.head_dim2 : problem.head_dim1, lane);
     for (int i = threadIdx.x; i < kRows; i += 128 * kConsumers) {
       const int row = rows.begin + i;
       terms[i] = row < rows.valid_end ? row_terms<SIDE>(load(problem.rows, row_arrays_offset(problem, s, rows.head) + row), kRaise<Element, SIDE>)
@@ -95,14 +96,14 @@ backward_dq_sm90(const __grid_constant__ Problem problem, const __grid_constant_
     proxy_fence();  // what ordinary copies wrote, the tensor cores read
     named_barrier<1, 128 * kConsumers>();
     const u64 own_rows = wgmma_descriptor(own_tile + warpgroup * 64 * kChunkRowBytes);
-    auto left_other = [&](int k) -> const u32(&)[4] { return other[k]; };
+    const u64 other_rows = wgmma_descriptor(other_tile + warpgroup * 64 * kChunkRowBytes);
     auto left_own = [&](int k) { return own_rows + (k / 4 * kRows * kChunkRowBytes + k % 4 * 32) / 16; };
+    auto left_other = [&](int k) { return other_rows + (k / 4 * kRows * kChunkRowBytes + k % 4 * 32) / 16; };
 
     RingPosition<STAGES> at;
     float gradient[1][kOwnDim / 8][4];
     auto& result = reinterpret_cast<float(&)[kOwnDim / 2]>(gradient);
     u32 operand[kKeys / 16][4];
-    int product_slot = -1;  // of the slice that the product in flight reads
     for (int tile = tiles.begin; tile < tiles.end && warpgroup < working; ++tile) {
       float s1[1][kColumnBlocks][4], s2[1][kColumnBlocks][4];
       auto& flat1 = reinterpret_cast<float(&)[4 * kColumnBlocks]>(s1);
@@ -118,11 +119,7 @@ backward_dq_sm90(const __grid_constant__ Problem problem, const __grid_constant_
       wgmma_wait<0>();
       hold(flat1);
       hold(flat2);
-      hold(result);
-      if (threadIdx.x % 128 == 0) {
-        ring.release(other_slot);
-        if (product_slot >= 0) ring.release(product_slot);
-      }
+      if (threadIdx.x % 128 == 0) ring.release(other_slot);
 
       gradients_by_row<SIDE>(s1, s2, problem.log2_scale1, problem.log2_scale2, terms + warp_row, lane);
       auto& own = SIDE == 1 ? s1 : s2;
@@ -132,12 +129,12 @@ backward_dq_sm90(const __grid_constant__ Problem problem, const __grid_constant_
         clear_rows<kKeys>(ring.slice(own_slot), chunks_of(kOwnDim), first_key, keys, warpgroup);
       }
       to_operand<Element>(operand, own);
-      start_weighted_rows<Element, kKeys>(result, operand, ring.slice(own_slot), product_slot >= 0);
-      product_slot = own_slot;
+      start_weighted_rows<Element, kKeys>(result, operand, ring.slice(own_slot), tile > tiles.begin);
+      wgmma_wait<0>();
+      hold(result);
+      if (threadIdx.x % 128 == 0) ring.release(own_slot);
     }
-    wgmma_wait<0>();
-    hold(result);
-    if (product_slot < 0) clear(gradient);  // nothing was seen, and the registers hold anything
+    if (tiles.empty() || warpgroup >= working) clear(gradient);  // the registers hold anything
 
     // Results. g is applied to the sum in float32.
     const float scale = (SIDE == 1 ? problem.scale1 : problem.scale2) / kRaise<Element, SIDE>;

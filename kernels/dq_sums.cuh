@@ -24,29 +24,31 @@ __device__ __forceinline__ float weight_unit(const RowWeights& weights) {
   return power_of_two_near(fabsf(row_weight(weights, 0, 0, 0)) / kRaise<Element, kSide>);
 }
 
-// Adds dS K to a tile's sums, for kColumns columns of K in one chunk: dS^T lies in `left`, K in `right`, kRows rows each. Half of a
-// wide tile at a time, so that a warpgroup does with few registers. The sums leave through `staging`, of which there are two that
-// take turns. `done()` is called when dS^T and K have been read.
-template <typename Element, int kRows, int kColumns, typename Done>
-__device__ __forceinline__ void add_dq(float* to, u32 staging, u64 left, u64 right, int warpgroup, const Done& done) {
-  float dq[kColumns / 2];
-  hold(dq);
+// Columns kFirst to kEnd - 1 of a warpgroup's dQ into shared memory, from where the copy engine adds them to a tile's sums.
+template <int kFirst, int kEnd, int kCount>
+__device__ __forceinline__ void stage_dq(u32 staging, const float (&dq)[kCount]) {
+  const int thread = static_cast<int>(threadIdx.x) % 128;
+#pragma unroll
+  for (int i = kFirst / 8; i < kEnd / 8; ++i)
+    store_shared_4(staging + 16 * thread + 2048 * (i - kFirst / 8), dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+}
+
+// gradient (+)= dS^T Q: dS lies in shared memory in rows of queries, as chunks of 64 keys, and Q as a slice of kQueries rows.
+template <typename Element, int kQueries, int kKeyChunks, int kColumnBlocks>
+__device__ __forceinline__ void add_dk(float (&gradient)[kKeyChunks][1][kColumnBlocks][4], u32 weight_tile, u32 slice, bool accumulate) {
+  const u64 left = wgmma_descriptor(weight_tile), right = wgmma_descriptor(slice, kQueries * kChunkRowBytes);
+#pragma unroll
+  for (int m = 0; m < kKeyChunks; ++m) hold(reinterpret_cast<float(&)[4 * kColumnBlocks]>(gradient[m]));
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < kRows / 16; ++k) wgmma<1, 1>(Element(), dq, left + k * (16 * kChunkRowBytes) / 16, right + k * (16 * kChunkRowBytes) / 16, k > 0);
-  wgmma_commit();
-  const int thread = static_cast<int>(threadIdx.x) % 128;
-  if (thread == 0) bulk_wait_read<1>();
-  warpgroup_barrier(warpgroup);
-  wgmma_wait<0>();
-  hold(dq);
-  done();
+  for (int k = 0; k < kQueries / 16; ++k) {
 #pragma unroll
-  for (int i = 0; i < kColumns / 8; ++i) store_shared_4(staging + 16 * thread + 2048 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-  proxy_fence();
-  warpgroup_barrier(warpgroup);
-  if (thread == 0) {
-    bulk_reduce_add_f32(to, staging, 4 * kDqRows * kColumns);
-    bulk_commit();
+    for (int m = 0; m < kKeyChunks; ++m)
+      wgmma<1, 1>(Element(), reinterpret_cast<float(&)[4 * kColumnBlocks]>(gradient[m]), left + (m * kQueries + 16 * k) * kChunkRowBytes / 16,
+                  right + 16 * k * kChunkRowBytes / 16, accumulate || k > 0);
   }
+  wgmma_commit();
+  wgmma_wait<0>();
+#pragma unroll
+  for (int m = 0; m < kKeyChunks; ++m) hold(reinterpret_cast<float(&)[4 * kColumnBlocks]>(gradient[m]));
 }

@@ -38,30 +38,7 @@ __device__ __forceinline__ float logit_gradient(float s1, float s2, float log2_s
   return exp2_approx(x1) * row.w1 * ((x1 - x2) - row.last);
 }
 
-// Calls `act(n, e, terms)` for every element [n][e] of a tile whose columns are queries, with the terms of its query.
-template <int kColumnBlocks, typename Act>
-__device__ __forceinline__ void for_each_by_column(const RowTerms* terms, const Lane& lane, const Act& act) {
-#pragma unroll
-  for (int n = 0; n < kColumnBlocks; ++n) {
-#pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      const RowTerms query = terms[8 * n + lane.column + odd];
-      act(n, odd, query);
-      act(n, odd + 2, query);
-    }
-  }
-}
-
-// Side kSide's logits of such a tile become their gradients, in place.
-template <int kSide, int kColumnBlocks>
-__device__ __forceinline__ void gradients_by_column(float (&s1)[1][kColumnBlocks][4], float (&s2)[1][kColumnBlocks][4], float log2_scale1,
-                                                    float log2_scale2, const RowTerms* terms, const Lane& lane) {
-  for_each_by_column<kColumnBlocks>(terms, lane, [&](int n, int e, const RowTerms& query) {
-    (kSide == 1 ? s1 : s2)[0][n][e] = logit_gradient<kSide>(s1[0][n][e], s2[0][n][e], log2_scale1, log2_scale2, query);
-  });
-}
-
-// The same for a tile whose rows are queries; `terms` begins at the warp's first row.
+// Side kSide's logits of a tile whose rows are queries become their gradients, in place; `terms` begins at the warp's first row.
 template <int kSide, int kColumnBlocks>
 __device__ __forceinline__ void gradients_by_row(float (&s1)[1][kColumnBlocks][4], float (&s2)[1][kColumnBlocks][4], float log2_scale1,
                                                  float log2_scale2, const RowTerms* terms, const Lane& lane) {
@@ -77,38 +54,34 @@ __device__ __forceinline__ void gradients_by_row(float (&s1)[1][kColumnBlocks][4
   }
 }
 
-// gradients_by_column in two parts, for logits that come one side after the other: first what the other side's alone decide, in
-// place, and then the gradient, where side kSide's logits were.
+// The same in two parts, for logits that come one side after the other: first what the other
+// side's alone decide, in place, and then the gradient, where side kSide's logits were. A lane's rows are `rows[0]` and `rows[1]`.
 template <int kSide, int kColumnBlocks>
-__device__ __forceinline__ void gradients_first(float (&other)[1][kColumnBlocks][4], float log2_scale, const RowTerms* terms, const Lane& lane) {
-  for_each_by_column<kColumnBlocks>(terms, lane, [&](int n, int e, const RowTerms& query) {
-    float& s = other[0][n][e];
-    s = kSide == 2 ? __fmul_rn(exp2_approx(fmaf(s, log2_scale, -query.ref1)), query.w1) : fmaf(s, log2_scale, -query.ref2) + query.last;
-  });
+__device__ __forceinline__ void gradients_first(float (&other)[1][kColumnBlocks][4], float log2_scale, const RowTerms (&rows)[2]) {
+#pragma unroll
+  for (int n = 0; n < kColumnBlocks; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const RowTerms& row = rows[e / 2];
+      float& s = other[0][n][e];
+      s = kSide == 2 ? __fmul_rn(exp2_approx(fmaf(s, log2_scale, -row.ref1)), row.w1) : fmaf(s, log2_scale, -row.ref2) + row.last;
+    }
+  }
 }
 template <int kSide, int kColumnBlocks>
 __device__ __forceinline__ void gradients_second(float (&s1)[1][kColumnBlocks][4], float (&s2)[1][kColumnBlocks][4], float log2_scale,
-                                                 const RowTerms* terms, const Lane& lane) {
-  for_each_by_column<kColumnBlocks>(terms, lane, [&](int n, int e, const RowTerms& query) {
-    if (kSide == 2) {
-      s2[0][n][e] = __fmul_rn(exp2_approx(fmaf(s2[0][n][e], log2_scale, -query.ref2)), query.last) - s1[0][n][e];
-    } else {
-      const float x1 = fmaf(s1[0][n][e], log2_scale, -query.ref1);
-      s1[0][n][e] = exp2_approx(x1) * query.w1 * (x1 - s2[0][n][e]);
+                                                 const RowTerms (&rows)[2]) {
+#pragma unroll
+  for (int n = 0; n < kColumnBlocks; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const RowTerms& row = rows[e / 2];
+      if (kSide == 2) {
+        s2[0][n][e] = __fmul_rn(exp2_approx(fmaf(s2[0][n][e], log2_scale, -row.ref2)), row.last) - s1[0][n][e];
+      } else {
+        const float x1 = fmaf(s1[0][n][e], log2_scale, -row.ref1);
+        s1[0][n][e] = exp2_approx(x1) * row.w1 * (x1 - s2[0][n][e]);
+      }
     }
-  });
-}
-
-// Where queries stream by, a warp of the producer's keeps a ring of their terms, an entry a tile of two slices. Every reader says by an
-// arrival of its own when it is done with an entry: one for all would do, but racecheck credits only the thread that arrives.
-template <int kStages>
-struct TermsRing {
-  u32 empty;
-
-  static constexpr int kBytes = (kStages / 2 * 8 + 15) / 16 * 16;
-  __device__ __forceinline__ void init(int warpgroups) const {
-    for (int i = 0; i < kStages / 2; ++i) barrier_init(empty + 8 * i, 128 * max(warpgroups, 1));
   }
-  __device__ __forceinline__ void await_empty(const RingPosition<kStages>& at) const { barrier_wait(empty + 4 * at.slot, at.parity ^ 1); }
-  __device__ __forceinline__ void release(int slot) const { barrier_arrive(empty + 4 * slot); }
-};
+}

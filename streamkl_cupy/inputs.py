@@ -158,35 +158,48 @@ flag = check_flag
 ADVICE = {
     "attn_mask": "use causal, window, seqlens_k or packed segments (cu_seqlens_q, cu_seqlens_k)",
     "bias": "an additive bias on keys is one more column: 1 / scale in q, the bias in k",
-    "softcap": "logits are plain scaled products",
-    "dropout_p": "the divergence is that of the undropped distributions",
+    "softcap": "logits are plain scaled products; use the dense computation",
+    "dropout_p": "leave it out, the divergence is that of the undropped distributions",
     "sinks": "a sink is one more key, which both sides see",
     "softmax_scale": "use scale1 and scale2",
     "is_causal": "use causal",
     "window_size": "use window=(left, right)",
+    "key_value_seq_lengths": "use seqlens_q and seqlens_k",
+    "cu_seqlens": "use cu_seqlens_q and cu_seqlens_k, with layout='thd'",
     "max_seqlen_q": "cu_seqlens_q and cu_seqlens_k are all it takes",
+    "qkv_format": "use layout, 'bhsd', 'bshd', 'sbhd' or 'thd'",
     "enable_gqa": "head counts are read from the shapes",
     "return_lse": "state.lse1 and state.lse2 hold the denominators",
+    "return_attn_probs": "probabilities are never held; state.lse1 and state.lse2 hold their denominators",
     "temperature": "divide scale1 and scale2 by it",
     "eps": "there is no epsilon: the logarithms are never taken of probabilities",
+    "log_target": "the distributions come from q1, k1, q2 and k2; for the reverse divergence swap the sides",
+    "deterministic": "it is an argument of backward; forward gives the same bits on every run",
+    "grad_kl": "it is an argument of backward",
 }
-"""What to do instead of arguments that other attention and divergence calls have."""
+"""What to do instead of arguments that other attention and divergence calls have, or other functions here."""
 
 ALIASES = {
-    "mask": "attn_mask",
-    "attention_mask": "attn_mask",
-    "key_padding_mask": "attn_mask",
-    "block_mask": "attn_mask",
-    "attn_bias": "bias",
-    "alibi_slopes": "bias",
-    "score_mod": "bias",
-    "logits_soft_cap": "softcap",
-    "dropout": "dropout_p",
-    "s_aux": "sinks",
-    "scale": "softmax_scale",
-    "sm_scale": "softmax_scale",
-    "max_seqlen_k": "max_seqlen_q",
-    "return_softmax_lse": "return_lse",
+    alias: name
+    for name, aliases in {
+        "attn_mask": "mask attention_mask custom_mask key_padding_mask padding_mask block_mask block_table segment_ids",
+        "bias": "attn_bias alibi_slopes score_mod rpb",
+        "softcap": "logits_soft_cap logit_cap attn_logits_soft_cap",
+        "dropout_p": "dropout dropout_rate attention_dropout",
+        "sinks": "s_aux sink learnable_sink",
+        "softmax_scale": "scale sm_scale scaling",
+        "window_size": "local_window_size sliding_window",
+        "key_value_seq_lengths": "query_seq_lengths seqused_q seqused_k cache_seqlens",
+        "cu_seqlens": "cu_seq_q cu_seq_k cu_seqlens_kv qo_indptr kv_indptr",
+        "max_seqlen_q": "max_seqlen_k max_q max_k max_seqlen",
+        "qkv_format": "tensor_layout kv_layout input_layout qkv_layout",
+        "return_lse": "return_softmax_lse output_logsumexp",
+        "return_attn_probs": "need_weights output_attentions return_attn_weights",
+        "temperature": "tau T",
+        "eps": "epsilon",
+        "grad_kl": "wrt dtype",
+    }.items()
+    for alias in aliases.split()
 }
 
 

@@ -9,6 +9,7 @@ The logarithms are kept as such: `scipy.special.rel_entr` on probabilities is in
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -76,17 +77,30 @@ def backward(q1, k1, q2, k2, grad_kl=None, *, wrt=("q2", "k2"), **options) -> Gr
 
 
 class _Block:
-    """One (sequence, head): its rows in the outputs, its masks, and its log-probabilities."""
+    """One (sequence, head): its rows in the outputs, its masks, and its log-probabilities, computed where they are asked for."""
 
     def __init__(self, case, rows, at, visible):
-        self.rows, self.at, self.visible = rows, at, visible
-        used = {"q": visible.any(axis=1)[:, None], "k": visible.any(axis=0)[:, None]}
-        self.matrices = {n: np.where(used[n[0]], case.arrays[n][at[n]].astype(np.float64), 0.0) for n in SIDES}
-        self.log_p1, self.lse1 = self._distribution("1", case.scale1)
-        self.log_p2, self.lse2 = self._distribution("2", case.scale2)
+        self.case, self.rows, self.at, self.visible = case, rows, at, visible
+
+    @functools.cached_property
+    def matrices(self):
+        used = {"q": self.visible.any(axis=1)[:, None], "k": self.visible.any(axis=0)[:, None]}
+        return {n: np.where(used[n[0]], self.case.arrays[n][self.at[n]].astype(np.float64), 0.0) for n in SIDES}
+
+    @functools.cached_property
+    def _sides(self):
+        return self._distribution("1", self.case.scale1), self._distribution("2", self.case.scale2)
+
+    log_p1 = property(lambda self: self._sides[0][0])
+    lse1 = property(lambda self: self._sides[0][1])
+    log_p2 = property(lambda self: self._sides[1][0])
+    lse2 = property(lambda self: self._sides[1][1])
+
+    @functools.cached_property
+    def kl(self):
         with np.errstate(invalid="ignore"):
             terms = np.exp(self.log_p1) * (self.log_p1 - self.log_p2)
-        self.kl = np.where(visible, terms, 0.0).sum(axis=1)
+        return np.where(self.visible, terms, 0.0).sum(axis=1)
 
     def _distribution(self, side, scale):
         logits = scale * self.matrices[f"q{side}"] @ self.matrices[f"k{side}"].T

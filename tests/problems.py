@@ -114,3 +114,25 @@ def offset_case(seed: int, offset: float, dtype: str, **sizes) -> Case:
         values[..., 3] = left * (1 if name[1] == "1" else -1) if name[0] == "q" else right
         arrays[name] = values.astype(array.dtype)
     return replace(case, arrays=arrays, note=f"{case.note}, offset {offset}").with_options(scale1=1.0, scale2=1.0)
+
+
+def shard(case: Case, begin: int, end: int) -> Case:
+    """The keys from `begin` to `end` of a case, as a call of their own: offsets move, lengths or segments are clipped."""
+    batch_axis, _, axis = LAYOUTS[case.options["layout"]]
+    if batch_axis is None:
+        ends = {x: case.options[f"cu_seqlens_{x}"].astype(np.int64) for x in "qk"}
+        q_lengths, k_lengths = np.diff(ends["q"]), np.diff(ends["k"])
+        gone = np.clip(begin - ends["k"][:-1], 0, k_lengths)  # keys of each segment that lie before this shard
+        options = {"cu_seqlens_k": np.clip(ends["k"] - begin, 0, end - begin).astype(np.int32)}
+    else:
+        batch, n_q = (case.arrays["q1"].shape[a] for a in (batch_axis, axis))
+        n_k = case.arrays["k1"].shape[axis]
+        q_lengths, k_lengths = (case.options.get(f"seqlens_{x}", np.full(batch, n, np.int32)) for x, n in (("q", n_q), ("k", n_k)))
+        gone = begin
+        options = {"seqlens_k": np.clip(k_lengths - begin, 0, end - begin).astype(np.int32)}
+    offset, limits = case.options.get("q_offset"), np.iinfo(np.int32)
+    offset = (k_lengths - q_lengths if offset is None else np.asarray(offset, np.int64)) - gone
+    # An offset beyond int32 can only be one number for all; clipped ones lie beyond any sequence as well.
+    options["q_offset"] = np.clip(offset, limits.min, limits.max).astype(np.int32) if offset.ndim else int(offset)
+    at = (*(slice(None),) * axis, slice(begin, end))
+    return case.with_arrays(**{name: case.arrays[name][at] for name in ("k1", "k2")}).with_options(**options)

@@ -4,10 +4,13 @@ The tables hold for any device, and tests/gpu/test_bad_input.py runs them on one
 read on the host alone, and about what only CPU arrays can be.
 """
 
+import inspect
+
 import numpy as np
 import pytest
 
 import streamkl_cupy as skl
+from streamkl_cupy.inputs import ADVICE, ALIASES
 
 from .producers import Legacy, bfloat16
 
@@ -173,6 +176,16 @@ FOREIGN = {
     "enable_gqa": "head counts",
     "return_softmax_lse": "state.lse1",
     "temperature": "divide scale1",
+    "key_value_seq_lengths": "use seqlens_q and seqlens_k",
+    "seqused_k": "use seqlens_q and seqlens_k",
+    "qo_indptr": "layout='thd'",
+    "tensor_layout": "use layout",
+    "sliding_window": "window=",
+    "logits_soft_cap": "dense computation",
+    "need_weights": "never held",
+    "log_target": "swap the sides",
+    "eps": "no epsilon",
+    "grad_kl": "argument of backward",
     "nonsense": "unexpected keyword argument 'nonsense'",
 }
 
@@ -183,6 +196,18 @@ def test_arguments_of_other_libraries(name, advice):
         with pytest.raises(TypeError, match=rf"{function.__name__}\(\).*{name}.*") as caught:
             function(**arrays(), **{name: 0.0})
         assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["wrt", "dtype", "deterministic", "grad_kl"])
+def test_arguments_of_backward_are_no_arguments_of_forward(name):
+    with pytest.raises(TypeError, match=rf"forward\(\) does not support {name}: it is an argument of backward"):
+        skl.forward(**arrays(), **{name: None})
+
+
+def test_all_advice_is_given_under_its_own_name_too():
+    assert set(ALIASES.values()) <= set(ADVICE) and not set(ALIASES) & set(ADVICE)
+    taken = {name for function in (skl.forward, skl.merge) for name in inspect.signature(function).parameters}
+    assert not taken & (set(ADVICE) | set(ALIASES))
 
 
 def replaced(state, **rows):

@@ -49,9 +49,9 @@ def test_rows(dtype, size):
 
 def test_rounded_logits_explain_little():
     """They matter where logits are large and a row's mass lies on keys of different log-ratios, and nowhere else."""
-    assert truth(make(2)).logit_slack.max() < 2e-6
+    assert truth(make(2)).logit_slack.max() < 3e-6
     sharp = truth(make(2, size=6.0))
-    assert sharp.logit_slack.max() < 1e-3 and np.median(sharp.logit_slack / (1e-5 * sharp.rows.kl)) < 0.1
+    assert sharp.logit_slack.max() < 2e-3 and np.median(sharp.logit_slack / (1e-5 * sharp.rows.kl)) < 0.1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -30,6 +30,7 @@ from .oracle import (
     run_forward,
     truth,
 )
+from .problems import shard
 
 PADDED = ("bhsd", "bshd", "sbhd")
 DIMS = [(16, 24), (5, 32), (8, 17), (12, 20)]
@@ -158,18 +159,6 @@ def test_the_order_of_keys_does_not_matter(backend, case, seed):
     grads = skl.backward(second.state, wrt=("k1", "k2"))
     back = skl.Gradients(**{n: np.take(backend.get(getattr(grads, n)), np.argsort(order), axis) for n in ("k1", "k2")})
     check_gradients(backend, case, back, truth(case, None, ("k1", "k2")), "keys in another order")
-
-
-def shard(case: Case, begin: int, end: int) -> Case:
-    """The keys from `begin` to `end` of a padded case, as a call of their own: the offset moves, the lengths are clipped."""
-    batch_axis, _, axis = LAYOUTS[case.options["layout"]]
-    batch, n_q, n_k = (case.arrays[name].shape[a] for name, a in (("q1", batch_axis), ("q1", axis), ("k1", axis)))
-    lengths = [case.options.get(name, np.full(batch, n, np.int32)) for name, n in (("seqlens_q", n_q), ("seqlens_k", n_k))]
-    offset = case.options.get("q_offset")
-    offset = lengths[1] - lengths[0] if offset is None else np.broadcast_to(offset, batch)
-    options = {"q_offset": (offset - begin).astype(np.int32), "seqlens_k": np.clip(lengths[1] - begin, 0, end - begin).astype(np.int32)}
-    at = (*(slice(None),) * axis, slice(begin, end))
-    return case.with_arrays(**{name: case.arrays[name][at] for name in ("k1", "k2")}).with_options(**options)
 
 
 @settings(max_examples=50)

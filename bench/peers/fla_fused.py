@@ -17,17 +17,27 @@ def available() -> str | None:
     if reason := torch_on_gpu():
         return reason
     try:
-        from fla.modules.fused_kl_div import kl_div_kernel  # noqa: F401
+        _kernel()
     except Exception as error:  # it raises many kinds where Triton or the card does not suit it
-        return f"fla-core does not import: {type(error).__name__}"
+        return f"fla-core does not import: {type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:80]}"
     return None
+
+
+def _kernel():
+    """The module that holds the kernel: fla-core 0.6 moved it into a package."""
+    import importlib
+
+    try:
+        return importlib.import_module("fla.modules.fused_kl_div.ops")
+    except ModuleNotFoundError:
+        return importlib.import_module("fla.modules.fused_kl_div")
 
 
 def prepare(case: Case, data: Data) -> Prepared:
     import torch
     import triton
-    from fla.modules.fused_kl_div import MAX_FUSED_SIZE, STATIC_WARPS, kl_div_kernel
 
+    kernels = _kernel()
     if set(case.wrt) - {"q2", "k2"}:
         raise Skip("its gradient is the student's (setting 1) alone")
     if case.kv_heads != case.heads:
@@ -49,10 +59,10 @@ def prepare(case: Case, data: Data) -> Prepared:
         state.clear()
         teacher, student = logits(flat[0], flat[1], scale1), logits(flat[2], flat[3], scale2)
         kl = torch.empty(count, device="cuda", dtype=torch.float32)
-        block = min(MAX_FUSED_SIZE, triton.next_power_of_2(keys))
-        kl_div_kernel[(count,)](
+        block = min(kernels.MAX_FUSED_SIZE, triton.next_power_of_2(keys))
+        kernels.kl_div_kernel[(count,)](
             logits=student, target_logits=teacher, loss=kl, s_logits=keys, s_loss=1, reduction="none", N=count, V=keys, BV=block,
-            num_warps=STATIC_WARPS,
+            num_warps=kernels.STATIC_WARPS,
         )  # fmt: skip
         state["ds"] = student
         return kl.view(case.batch, case.heads, case.seqlen_q)

@@ -28,7 +28,8 @@ def prepare(case: Case, data: Data) -> Prepared:
 
     # A timed backward runs many times on one graph, so its buffers may not be given away.
     torch._functorch.config.donated_buffer = False
-    torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 64)
+    # Every shape is compiled for itself. Beyond its limits PyTorch would run the function uncompiled, and say so in a warning only.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
     return autograd_calls(_compiled(), case, data)
 
 
@@ -37,4 +38,4 @@ def _compiled():
     """One compiled function a process: it recompiles itself for new shapes and finds old ones again."""
     import torch
 
-    return torch.compile(row_kl, dynamic=False)
+    return torch.compile(row_kl, dynamic=False, fullgraph=True)

@@ -110,7 +110,8 @@ def run(
             launch(kernel(spec, device_index), grid, spec.threads, args + sums + boxes, stream, spec.shared_bytes)
             launch(kernel(write_dq, device_index), (dq_tiles,), write_dq.threads, args + sums, stream)
         else:
-            launch(kernel(spec, device_index), grid, spec.threads, args + boxes, stream, spec.shared_bytes)
+            no_sums = (np.uint64(0),) if spec.accelerated and own == "k" else ()
+            launch(kernel(spec, device_index), grid, spec.threads, args + no_sums + boxes, stream, spec.shared_bytes)
 
 
 def _may_fuse(problem: Problem, weights) -> bool:

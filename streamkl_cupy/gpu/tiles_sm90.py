@@ -11,24 +11,34 @@ from .specialisation import ELEMENTS, Specialisation, Tile, head_dim_class
 FORWARD = (
     Tile(12, 1, 80, 6, 1, "three warpgroups of 64 rows take turns at products and exponentials; 80 keys are the most that do not spill"),
 )
-BACKWARD = (Tile(8, 1, 64, 8, 1, "two warpgroups of 64 rows; 64 of the other side leave registers for logits, result and operands"),)
-"""dQ and dK, one side a launch."""
+DQ = (
+    Tile(
+        12,
+        1,
+        64,
+        6,
+        1,
+        "three warpgroups of 64 query rows take turns at products and exponentials; 64 keys leave registers for logits and result",
+    ),
+)
+DK = (Tile(8, 1, 64, 8, 1, "128 keys; two warpgroups take query tiles in turn, a third keeps dK"),)
+"""One side a launch, deterministic."""
 
-FUSED = (Tile(8, 1, 64, 6, 1, "two warpgroups of 64 keys, which do not wait for each other, and one that adds up dQ"),)
+FUSED = (Tile(8, 1, 64, 6, 1, "128 keys; two warpgroups take query tiles in turn, a third keeps dK"),)
 """dQ and dK of one side in one launch. On an H200 it wins wherever the order of its sums may be open."""
 
 HEAD_DIM = 128
 """Wider operands would not fit the registers that hold one side's."""
 CHUNK_BYTES = 128
 """A row of 64 columns in shared memory."""
-BARRIER_BYTES, OWN_TILE_BYTES, ROW_TERMS_BYTES = 8, 128, 16
+BARRIER_BYTES, OWN_TILE_BYTES, SPAN_BYTES, ROW_TERMS_BYTES, UNIT_BYTES = 8, 128, 8, 16, 4
 WARPGROUP = 128
 DQ_ROWS = 64
 """Rows of a tile of dQ sums: kDqRows in kernels/dq_sums.cuh."""
-WEIGHT_BUFFERS = 2
-SPILL_BUDGET, PRODUCER_SPILL_BUDGET = 32, 640
-"""Bytes of spill stores plus loads. The second is for the warp that brings the statistics on the 32 registers that are left for it,
-tiles ahead of the products, whose warpgroups spill nothing: NVRTC 13.0 needs 50, 13.5 needs 550."""
+CONSUMERS = 2
+SPILL_BUDGET, DK_SPILL_BUDGET = 32, 224
+"""Bytes of spill stores plus loads. The second is for what the warpgroups of dK's kernel keep across their loops, and for the warp
+that brings the statistics on the 32 registers that are left for it."""
 
 
 def takes(problem: Problem, device: DeviceInfo) -> bool:
@@ -46,14 +56,16 @@ def forward_rows(problem: Problem) -> list[Specialisation]:
 def backward_rows(problem: Problem, own: str, side: int) -> list[Specialisation]:
     """For dQ (`own` is "q") or dK ("k") of a side, deterministic."""
     d1, d2 = head_dim_class(problem.head_dim1), head_dim_class(problem.head_dim2)
-    return [_backward_row(own, problem.dtype, d1, d2, side, t) for t in BACKWARD]
+    if own == "q":
+        return [_dq_row(problem.dtype, d1, d2, side, t) for t in DQ]
+    return [_dk_row(problem.dtype, d1, d2, side, t, with_dq=False) for t in DK]
 
 
 def fused_rows(problem: Problem, side: int) -> list[Specialisation]:
     """For dQ, as sums that `write_dq_row` turns into the gradient, and dK of a side."""
     dims = [head_dim_class(problem.head_dim1), head_dim_class(problem.head_dim2)]
     dims[side - 1] = dq_columns(problem, side)
-    return [_fused_row(problem.dtype, *dims, side, t) for t in FUSED]
+    return [_dk_row(problem.dtype, *dims, side, t, with_dq=True) for t in FUSED]
 
 
 def dq_columns(problem: Problem, side: int) -> int:
@@ -85,30 +97,32 @@ def _forward_row(dtype: str, d1: int, d2: int, tile: Tile) -> Specialisation:
     return Specialisation("forward_sm90.cu", "forward_sm90", tile, defines, shared, 0, True, WARPGROUP)
 
 
-def _backward_row(own: str, dtype: str, d1: int, d2: int, side: int, tile: Tile) -> Specialisation:
+def _dq_row(dtype: str, d1: int, d2: int, side: int, tile: Tile) -> Specialisation:
     defines = (("ELEMENT", ELEMENTS[dtype]), ("SIDE", side), ("HEAD_DIM1", d1), ("HEAD_DIM2", d2))
-    defines += (("KEYS" if own == "q" else "QUERIES", tile.streamed), ("STAGES", tile.stages))
-    shared = _ring_bytes(tile, d1, d2) + _slice_bytes(tile.rows, (d1, d2)[side - 1]) + OWN_TILE_BYTES
-    shared += ROW_TERMS_BYTES * (tile.rows if own == "q" else tile.stages // 2 * tile.streamed) + (
-        0 if own == "q" else 4 * tile.stages // 2 + _terms_ring_bytes(tile)
+    defines += (("KEYS", tile.streamed), ("STAGES", tile.stages))
+    shared = (
+        _ring_bytes(tile, d1, d2) + _slice_bytes(tile.rows, d1) + _slice_bytes(tile.rows, d2) + OWN_TILE_BYTES + ROW_TERMS_BYTES * tile.rows
     )
-    return Specialisation(f"backward_d{own}_sm90.cu", f"backward_d{own}_sm90", tile, defines, shared, SPILL_BUDGET, True, WARPGROUP)
+    return Specialisation("backward_dq_sm90.cu", "backward_dq_sm90", tile, defines, shared, SPILL_BUDGET, True, WARPGROUP)
 
 
-def _fused_row(dtype: str, d1: int, d2: int, side: int, tile: Tile) -> Specialisation:
-    defines = (("ELEMENT", ELEMENTS[dtype]), ("SIDE", side), ("HEAD_DIM1", d1), ("HEAD_DIM2", d2), ("STAGES", tile.stages))
-    shared = _ring_bytes(tile, d1, d2) + _slice_bytes(tile.rows, (d1, d2)[side - 1]) + OWN_TILE_BYTES
-    shared += WEIGHT_BUFFERS * (tile.rows * CHUNK_BYTES + 2 * BARRIER_BYTES) + 2 * BARRIER_BYTES
-    shared += _terms_ring_bytes(tile) + 2 * 4 * DQ_ROWS * min((d1, d2)[side - 1], 64) + tile.stages // 2 * tile.streamed * ROW_TERMS_BYTES
-    return Specialisation("backward_sm90.cu", "backward_sm90", tile, defines, shared, PRODUCER_SPILL_BUDGET, True, 2 * WARPGROUP)
+def _dk_row(dtype: str, d1: int, d2: int, side: int, tile: Tile, with_dq: bool) -> Specialisation:
+    defines = (
+        ("ELEMENT", ELEMENTS[dtype]),
+        ("SIDE", side),
+        ("DQ", int(with_dq)),
+        ("HEAD_DIM1", d1),
+        ("HEAD_DIM2", d2),
+        ("STAGES", tile.stages),
+    )
+    shared = _ring_bytes(tile, d1, d2) + _slice_bytes(tile.rows, d1) + _slice_bytes(tile.rows, d2) + OWN_TILE_BYTES + 2 * SPAN_BYTES
+    staging = 4 * DQ_ROWS * min((d1, d2)[side - 1], 64) if with_dq else 0
+    shared += CONSUMERS * (_slice_bytes(DQ_ROWS, tile.rows) + staging + DQ_ROWS * ROW_TERMS_BYTES + 2 * UNIT_BYTES + 4 * BARRIER_BYTES)
+    return Specialisation("backward_sm90.cu", "backward_sm90", tile, defines, shared, DK_SPILL_BUDGET, True, 2 * WARPGROUP)
 
 
 def _slice_bytes(rows: int, columns: int) -> int:
     return rows * CHUNK_BYTES * -(-columns // 64)
-
-
-def _terms_ring_bytes(tile: Tile) -> int:
-    return -(-tile.stages // 2 * BARRIER_BYTES // 16) * 16
 
 
 def _ring_bytes(tile: Tile, d1: int, d2: int) -> int:
