@@ -29,6 +29,12 @@ __device__ __forceinline__ float row_weight(const RowWeights& w, i64 batch_index
   return w.factor != nullptr ? value * *w.factor : value;
 }
 
+// What multiplies the sum of a query row: scale and weight. A row that sees no key has no gradient, and its weight may be NaN.
+__device__ __forceinline__ float row_factor(const RowWeights& weights, const OwnTile& rows, int row, float scale) {
+  if (row >= rows.valid_end || rows.band.first_key(row) >= rows.band.end_key(row)) return 0.0f;
+  return scale * row_weight(weights, rows.sequence.batch_index, rows.head, rows.sequence.q_begin + row);
+}
+
 // Whether an element type has float32's range, so that a weight of any size survives in it.
 template <typename Element> constexpr bool kWideExponent = true;
 template <> constexpr bool kWideExponent<Half> = false;

@@ -93,11 +93,8 @@ backward_dq_chunked(const __grid_constant__ Problem problem, const __grid_consta
 #pragma unroll
   for (int m = 0; m < ROW_BLOCKS; ++m) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = rows.begin + warp_row + 16 * m + 8 * half + lane.row;
-      const float scale = SIDES == kSide1 ? problem.scale1 : problem.scale2;
-      factor[m][half] = row < rows.valid_end ? scale * row_weight(weights, s.batch_index, rows.head, s.q_begin + row) : 0.0f;
-    }
+    for (int half = 0; half < 2; ++half)
+      factor[m][half] = row_factor(weights, rows, rows.begin + warp_row + 16 * m + 8 * half + lane.row, SIDES == kSide1 ? problem.scale1 : problem.scale2);
   }
   write_gradient<Element>(dq, factor, SIDES == kSide1 ? output.q1 : output.q2, output.as_float32, rows, s.q_begin, rows.begin + warp_row,
                           result_column, own_dim, lane);

@@ -95,10 +95,7 @@ backward_dq(const __grid_constant__ Problem problem, const __grid_constant__ Row
 #pragma unroll
     for (int m = 0; m < ROW_BLOCKS; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = rows.begin + warp_row + 16 * m + 8 * half + lane.row;
-        factor[m][half] = row < rows.valid_end ? scale * row_weight(weights, s.batch_index, rows.head, s.q_begin + row) : 0.0f;
-      }
+      for (int half = 0; half < 2; ++half) factor[m][half] = row_factor(weights, rows, rows.begin + warp_row + 16 * m + 8 * half + lane.row, scale);
     }
   };
   if constexpr ((SIDES & kSide1) != 0) {

@@ -140,11 +140,7 @@ backward_dq_sm90(const __grid_constant__ Problem problem, const __grid_constant_
     const float scale = (SIDE == 1 ? problem.scale1 : problem.scale2) / kRaise<Element, SIDE>;
     float factor[1][2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = kept_rows.begin + warp_row + lane.row + 8 * half;
-      const Sequence& own_sequence = kept_rows.sequence;
-      factor[0][half] = row < kept_rows.valid_end && kept_rows.band.first_key(row) < kept_rows.band.end_key(row) ? scale * row_weight(weights, own_sequence.batch_index, kept_rows.head, own_sequence.q_begin + row) : 0.0f;
-    }
+    for (int half = 0; half < 2; ++half) factor[0][half] = row_factor(weights, kept_rows, kept_rows.begin + warp_row + lane.row + 8 * half, scale);
     write_gradient<Element>(gradient, factor, SIDE == 1 ? output.q1 : output.q2, output.as_float32, kept_rows, kept_rows.sequence.q_begin,
                             kept_rows.begin + warp_row, 0,
                             SIDE == 1 ? problem.head_dim1 : problem.head_dim2, lane);

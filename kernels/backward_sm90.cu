@@ -39,7 +39,7 @@ constexpr bool kStagedInSlice = DQ && kOwnDim > kChunk;  // half of a wide dQ is
 // float16's weights are divided by a unit that depends on the rows at hand, unless one weight holds for all, as with dQ.
 constexpr bool kChangingUnit = !DQ && !kWideExponent<Element>;
 // Registers a thread of the producers, of dK's warpgroup and of the consumers: 512 with both of these.
-constexpr int kProducerRegisters = 32, kDkRegisters = kOwnDim <= kChunk ? 128 : 160;
+constexpr int kProducerRegisters = 32, kDkRegisters = kOwnDim <= kChunk ? 96 : kOwnDim < 2 * kChunk ? 128 : 160;
 constexpr int kConsumerRegisters = (512 - kProducerRegisters - kDkRegisters) / 16 * 8;
 static_assert(STAGES % 2 == 0, "a query tile is two slices");
 static_assert(!kStagedInSlice || kSliceBytes >= kStagingBytes, "a slice holds 64 columns of dQ");
@@ -74,7 +74,7 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
   const Span tiles = share_of(queries, kQueries, 0, 1);
   const int group = problem.heads / own_heads, first_head = keys.head * group, end_head = first_head + group;
 
-  // Barriers.
+  // Barriers. What was read as an operand one thread releases for its warpgroup, what was loaded each thread for itself.
   if (threadIdx.x == 0) {
     kept.keys = keys;
     kept.queries = queries;
@@ -85,9 +85,9 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
     }
     for (int i = 0; i < kConsumers; ++i) {
       barrier_init(weights_full + 8 * i, 1);
-      barrier_init(weights_empty + 8 * i, 1);
+      barrier_init(weights_empty + 8 * i, kChangingUnit ? 128 : 1);
       barrier_init(terms_full + 8 * i, 32);
-      barrier_init(terms_empty + 8 * i, 128);  // every reader by itself: racecheck credits only the thread that arrives
+      barrier_init(terms_empty + 8 * i, 128);
     }
     proxy_fence();
   }
@@ -151,10 +151,8 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
         unit = new_unit;
       }
       add_dk<Element, kQueries>(gradient, weight_tiles + consumer * kWeightBytes, ring.slice(at.slot), turn > 0);
-      if (first_thread) {
-        barrier_arrive(weights_empty + 8 * consumer);
-        ring.release(at.slot);
-      }
+      if (kChangingUnit || first_thread) barrier_arrive(weights_empty + 8 * consumer);
+      if (first_thread) ring.release(at.slot);
       at.advance();
     }
     float factor[1][2];

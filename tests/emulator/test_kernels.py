@@ -70,6 +70,13 @@ def test_splits_over_the_keys(machine):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_see_nothing_may_have_nan_weights(machine, dtype):
+    weights = np.ones((2, 4, 37), np.float32)
+    weights[:, :, :20] = np.nan
+    run(machine, inputs(dtype, "bhsd"), weights=weights, causal=True, q_offset=-20)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_both_sides_in_one_launch_with_row_weights(machine, dtype):
     """Tiny weights of a float16 array too: g goes in through a power of two."""
     arrays = inputs(dtype, "bhsd", heads=(4, 2, 2))
