@@ -39,7 +39,7 @@ constexpr bool kStagedInSlice = DQ && kOwnDim > kChunk;  // half of a wide dQ is
 // float16's weights are divided by a unit that depends on the rows at hand, unless one weight holds for all, as with dQ.
 constexpr bool kChangingUnit = !DQ && !kWideExponent<Element>;
 // Registers a thread of the producers, of dK's warpgroup and of the consumers: 512 with both of these.
-constexpr int kProducerRegisters = 32, kDkRegisters = kOwnDim <= kChunk ? 96 : kOwnDim < 2 * kChunk ? 128 : 160;
+constexpr int kProducerRegisters = 32, kDkRegisters = kOwnDim < 2 * kChunk ? 128 : 160;
 constexpr int kConsumerRegisters = (512 - kProducerRegisters - kDkRegisters) / 16 * 8;
 static_assert(STAGES % 2 == 0, "a query tile is two slices");
 static_assert(!kStagedInSlice || kSliceBytes >= kStagingBytes, "a slice holds 64 columns of dQ");
