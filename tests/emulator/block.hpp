@@ -1,4 +1,4 @@
-// One block of threads on the CPU: who runs, who waits for whom, and what is wrong when nobody can.
+// One block of threads on the CPU, or a cluster of two: who runs, who waits for whom, and what is wrong when nobody can.
 //
 // A warp runs until all its lanes wait at a barrier; then the next warp does, or a random one on Hopper. A collective of a warp is computed by the lane that
 // comes last, on operands that lie on the others' stacks.
@@ -9,6 +9,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fibers.hpp"
@@ -63,7 +64,6 @@ struct Range {
 };
 
 struct Block {
-  Fiber scheduler;
   Thread* current;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
@@ -75,10 +75,20 @@ struct Block {
   std::vector<Chunk> chunks;
   std::vector<Range> global_memory;
   void (*kernel)();
+};
+inline Block block;   // the one that runs
+inline Block parked;  // the other block of a cluster; without threads where there is none
+
+// What a launch has in common.
+struct Run {
+  Fiber scheduler;
+  unsigned cluster = 1;  // blocks of a cluster
+  int at_cluster_barrier;
+  unsigned turns;  // how often a thread gave the CPU away
   long long bank_conflicts;
   std::string error;
 };
-inline Block block;
+inline Run run;
 
 // What the hardware does besides the threads: ptx_sm90_emulated.hpp fills this in.
 struct Hooks {
@@ -87,6 +97,7 @@ struct Hooks {
   bool (*advance)();                    // no thread can run: one thing in flight takes place; false where nothing is
   void (*leave)();                      // a thread returns
   std::string (*detail)(const Thread&);  // what else there is to say about where a thread waits
+  void (*exchange)();                   // the parked block comes to run
 };
 inline Hooks hooks;
 
@@ -102,8 +113,8 @@ inline std::string where() {
   va_start(arguments, format);
   std::vsnprintf(what, sizeof what, format, arguments);
   va_end(arguments);
-  block.error = where() + "warp " + std::to_string(block.current->warp) + ", lane " + std::to_string(block.current->lane) + ": " + what;
-  switch_fiber(block.current->fiber, block.scheduler);
+  run.error = where() + "warp " + std::to_string(block.current->warp) + ", lane " + std::to_string(block.current->lane) + ": " + what;
+  switch_fiber(block.current->fiber, run.scheduler);
   __builtin_unreachable();
 }
 
@@ -142,22 +153,51 @@ inline std::string all_whereabouts() {
   fail("no thread can run: %s", all_whereabouts().c_str());
 }
 
-// Gives the CPU to a thread that can run: of this warp if there is one, unless `next_warp` has it otherwise.
+// Changes places with the other block of the cluster.
+inline void exchange() {
+  std::swap(block, parked);
+  if (hooks.exchange != nullptr) hooks.exchange();
+}
+
+// The thread of this block that runs next, of this warp if there is one unless `next_warp` has it otherwise; null: none can.
+inline Thread* next_thread() {
+  const Thread& from = *block.current;
+  const int count = static_cast<int>(block.warps.size());
+  const int first = hooks.next_warp == nullptr ? from.warp : hooks.next_warp(from.warp);
+  for (int i = 0; i < count; ++i) {
+    const int w = (first + i) % count;
+    const unsigned runnable = block.warps[w].runnable;
+    if (runnable == 0) continue;
+    const unsigned later = w != from.warp || from.lane == kLanes - 1 ? 0 : runnable & (kFullMask << (from.lane + 1));
+    return &block.threads[w * kLanes + __builtin_ctz(later != 0 ? later : runnable)];
+  }
+  return nullptr;
+}
+
+// Lets one thing that is in flight in any block take place; false where nothing is.
+inline bool advance_some() {
+  for (unsigned i = 0; hooks.advance != nullptr && i < run.cluster; ++i) {
+    if (hooks.advance()) return true;
+    if (run.cluster > 1) exchange();
+  }
+  return false;
+}
+
+// Gives the CPU to a thread that can run. In a cluster the other block has its turn now and then, and where no thread of this one can.
 inline void run_another() {
   Thread& from = *block.current;
-  const int count = static_cast<int>(block.warps.size());
+  if (run.cluster > 1 && ++run.turns % 5 == 0) exchange();
   do {
-    const int first = hooks.next_warp == nullptr ? from.warp : hooks.next_warp(from.warp);
-    for (int i = 0; i < count; ++i) {
-      const int w = (first + i) % count;
-      const unsigned runnable = block.warps[w].runnable;
-      if (runnable == 0) continue;
-      const unsigned later = w != from.warp || from.lane == kLanes - 1 ? 0 : runnable & (kFullMask << (from.lane + 1));
-      block.current = &block.threads[w * kLanes + __builtin_ctz(later != 0 ? later : runnable)];
-      if (block.current != &from) switch_fiber(from.fiber, block.current->fiber);
-      return;
+    for (unsigned i = 0; i < run.cluster; ++i) {
+      Thread* const next = next_thread();
+      if (next != nullptr) {
+        block.current = next;
+        if (next != &from) switch_fiber(from.fiber, next->fiber);
+        return;
+      }
+      if (run.cluster > 1) exchange();
     }
-  } while (hooks.advance != nullptr && hooks.advance());
+  } while (advance_some());
   fail_stuck();
 }
 
@@ -196,72 +236,6 @@ inline void barrier() {
   ++block.barriers;
   for (Thread& t : block.threads) t.waits_at = nullptr;
   for (Warp& warp : block.warps) warp.runnable = kFullMask;
-}
-
-// What a fiber runs: one thread of the kernel.
-inline void thread_main() {
-  block.kernel();
-  if (hooks.leave != nullptr) hooks.leave();
-  Thread& t = *block.current;
-  t.returned = true;
-  block.warps[t.warp].runnable &= ~(1u << t.lane);
-  if (--block.live == 0) switch_fiber(t.fiber, block.scheduler);
-  run_another();
-  __builtin_unreachable();
-}
-
-inline void run_block(uint3 index, char* stacks) {
-  block.index = index;
-  std::memset(block.shared, 0xff, block.shared_bytes + kCanaryBytes);  // NaN in every type
-  block.chunks.assign(block.shared_bytes / 16 + 1, Chunk{-1, 0, -1, 0, 0, kNobody, 0});
-  const int count = static_cast<int>(block.threads.size());
-  for (int i = 0; i < count; ++i) {
-    Thread& t = block.threads[i];
-    const unsigned x = block.threads_shape.x, y = block.threads_shape.y, linear = static_cast<unsigned>(i);
-    t.index = {linear % x, linear / x % y, linear / (x * y)};
-    t.warp = i / kLanes;
-    t.lane = i % kLanes;
-    t.waits_at = nullptr;
-    t.returned = false;
-    t.copies.clear();
-    t.groups.clear();
-    t.uncommitted = t.proxy_fences = 0;
-    prepare(t.fiber, stacks + i * kStackBytes, thread_main);
-  }
-  block.warps.assign(count / kLanes, Warp{kFullMask, 0, nullptr, {}});
-  block.live = count;
-  block.at_barrier = block.barriers = 0;
-  block.current = &block.threads[0];
-  if (hooks.begin != nullptr) hooks.begin();
-  switch_fiber(block.scheduler, block.current->fiber);
-  for (unsigned i = block.shared_bytes; i < block.shared_bytes + kCanaryBytes && block.error.empty(); ++i) {
-    if (block.shared[i] != 0xff)
-      block.error = where() + "a store reached byte " + std::to_string(i) + " of " + std::to_string(block.shared_bytes) + " of shared memory";
-  }
-}
-
-// Every block of a grid in turn, until one fails; what went wrong is in block.error.
-inline void run_grid(uint3 grid, uint3 threads, unsigned shared_bytes, void (*kernel)()) {
-  const int count = static_cast<int>(threads.x * threads.y * threads.z);
-  block.grid_shape = grid;
-  block.threads_shape = threads;
-  block.kernel = kernel;
-  block.threads.resize(count);
-  block.shared_bytes = shared_bytes;
-  block.bank_conflicts = 0;
-  block.error.clear();
-  constexpr std::uintptr_t kAlignment = 1024;
-  block.buffer.reset(new char[shared_bytes + kCanaryBytes + kAlignment]);
-  const auto start = reinterpret_cast<std::uintptr_t>(block.buffer.get());
-  block.shared = reinterpret_cast<unsigned char*>((start + kAlignment - 1) / kAlignment * kAlignment);
-  char* stacks = allocate_stacks(count);
-  if (stacks == nullptr) block.error = "no memory for the threads' stacks";
-  for (unsigned z = 0; z < grid.z && block.error.empty(); ++z) {
-    for (unsigned y = 0; y < grid.y && block.error.empty(); ++y) {
-      for (unsigned x = 0; x < grid.x && block.error.empty(); ++x) run_block({x, y, z}, stacks);
-    }
-  }
-  free_stacks(stacks, count);
 }
 
 }  // namespace emulated

@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "block.hpp"
+#include "grid.hpp"
 #include "shared_memory.hpp"
 
 #define __global__
@@ -18,7 +18,8 @@
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
-// Blocks run one after another. (runner.py makes `extern __shared__` the dynamic shared memory.)
+#define __cluster_dims__(...)
+// Blocks run one after another, those of a cluster together; no kernel of theirs has static shared memory. (runner.py makes `extern __shared__` the dynamic shared memory.)
 #define __shared__ static
 
 #define threadIdx (emulated::block.current->index)
@@ -149,12 +150,12 @@ struct Launch {
   void** arguments;
 };
 
-template <typename Kernel> const char* launch(const Launch& l, long long* bank_conflicts) {
+template <typename Kernel> const char* launch(const Launch& l, unsigned cluster, long long* bank_conflicts) {
   Kernel::arguments = l.arguments;
   block.global_memory.assign(l.ranges, l.ranges + l.range_count);
-  run_grid({l.grid[0], l.grid[1], l.grid[2]}, {l.threads[0], l.threads[1], l.threads[2]}, l.shared_bytes, Kernel::call);
-  *bank_conflicts = block.bank_conflicts;
-  return block.error.c_str();
+  run_grid({l.grid[0], l.grid[1], l.grid[2]}, {l.threads[0], l.threads[1], l.threads[2]}, l.shared_bytes, cluster, Kernel::call);
+  *bank_conflicts = run.bank_conflicts;
+  return run.error.c_str();
 }
 
 }  // namespace emulated

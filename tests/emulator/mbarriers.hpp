@@ -63,6 +63,7 @@ struct Hopper {
   unsigned patience;  // things in flight take place early once in so many times that a thread gives the CPU away; 0: never
 };
 inline Hopper hopper;
+inline Hopper parked_hopper;  // of the parked block
 
 inline unsigned random_below(unsigned n) {
   hopper.random = hopper.random * 1664525u + 1013904223u;
@@ -246,6 +247,26 @@ inline void wait_reductions(unsigned pending_groups) {
     r.queue.erase(r.queue.begin(), r.queue.begin() + r.groups[0]);
     r.groups.erase(r.groups.begin());
   }
+}
+
+// In the other block of the cluster.
+template <typename Do>
+inline void in_the_other(const char* name, const Do& act) {
+  if (run.cluster != 2) fail("%s: the block has no other in its cluster", name);
+  if (parked.live == 0) fail("%s: the other block has returned", name);
+  exchange();
+  act();
+  exchange();
+}
+inline void arrive_in(unsigned rank, unsigned address) {
+  auto act = [=] { arrive("barrier_arrive_in", address, 0); };
+  rank == block.index.x % run.cluster ? act() : in_the_other("barrier_arrive_in", act);
+}
+// A box that arrives at the same place in both blocks, and on the barrier of each.
+inline void issue_box_to_both(unsigned to, const void* map, unsigned barrier, int c0, int c1, int c2, int c3) {
+  auto act = [=] { issue_box(to, map, barrier, c0, c1, c2, c3); };
+  act();
+  in_the_other("copy_box_4d_to_both", act);
 }
 
 inline void begin_hopper() {

@@ -46,7 +46,7 @@ inline void load_matrix(const char* name, u32 (&r)[4], u32 address) {
         std::memcpy(elements[row], read_piece(name, from), 16);
         banks |= 1u << from / 16 % 8;
       }
-      block.bank_conflicts += 8 - __builtin_popcount(banks);
+      run.bank_conflicts += 8 - __builtin_popcount(banks);
       for (int lane = 0; lane < kLanes; ++lane) {
         const int row = lane / 4, column = lane % 4 * 2;
         const u16 low = kTransposed ? elements[column][row] : elements[row][column];

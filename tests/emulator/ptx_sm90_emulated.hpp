@@ -6,7 +6,7 @@
 namespace emulated {
 
 inline const bool hooked = [] {
-  hooks = {begin_wgmma, next_warp, advance, leave_wgmma, wgmma_detail};
+  hooks = {begin_wgmma, next_warp, advance, leave_wgmma, wgmma_detail, exchange_wgmma};
   return true;
 }();
 
@@ -20,11 +20,15 @@ struct StoreMatrix {
 struct alignas(64) TensorMap { char opaque[128]; };
 
 inline void barrier_init(u32 barrier, int arrivals) { emulated::init_mbarrier(barrier, arrivals); }
+inline u32 cluster_rank() { return emulated::block.index.x % emulated::run.cluster; }
+inline void cluster_sync() { emulated::cluster_barrier(); }
+inline void barrier_init_fence() {}
 inline void proxy_fence() { ++emulated::block.current->proxy_fences; }
 template <int kNumber, int kThreads> inline void named_barrier() { emulated::wait_numbered(kNumber, kThreads); }
 inline void warpgroup_barrier(int warpgroup) { emulated::wait_numbered(2 + warpgroup, 128); }
 inline void barrier_arrive(u32 barrier) { emulated::arrive("barrier_arrive", barrier, 0); }
 inline void barrier_arrive_expect(u32 barrier, u32 bytes) { emulated::arrive("barrier_arrive_expect", barrier, bytes); }
+inline void barrier_arrive_in(u32 barrier, u32 rank) { emulated::arrive_in(rank, barrier); }
 inline void barrier_wait(u32 barrier, u32 parity) { emulated::wait_mbarrier(barrier, parity); }
 
 inline void store_shared_16(u32 to, u32 word) {
@@ -51,13 +55,16 @@ inline void store_matrix_x4(u32 row, const u32 (&m)[4]) {
         emulated::mark_stored(to);
         banks |= 1u << to / 16 % 8;
       }
-      emulated::block.bank_conflicts += 8 - __builtin_popcount(banks);
+      emulated::run.bank_conflicts += 8 - __builtin_popcount(banks);
     }
   });
 }
 
 inline void copy_box_4d(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3) {
   emulated::issue_box(to, map, barrier, c0, c1, c2, c3);
+}
+inline void copy_box_4d_to_both(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3) {
+  emulated::issue_box_to_both(to, map, barrier, c0, c1, c2, c3);
 }
 inline void prefetch_tensor_map(const TensorMap*) {}
 

@@ -36,6 +36,9 @@ PARAMETER_ALIGNMENT = 64
 """Of TensorMap; no struct asks for more."""
 DYNAMIC_SHARED = re.compile(r"\bextern\s+__shared__\s+(?:__align__\(\w+\)\s+)?([\w\s:]+?)\s+(\w+)\[\];")
 
+CLUSTER = re.compile(r"__cluster_dims__\((\w+), 1, 1\)")
+"""Blocks of a cluster, as a constant of the source."""
+
 _lock = threading.Lock()  # a library's block is a global of it
 
 
@@ -152,12 +155,14 @@ def _emulated_source(source: str, entry: str, defines: Mapping[str, int | str]) 
     source = PTX.sub(lambda match: _emulated_ptx(f"{match[1]}_emulated.hpp"), source)
     source = DYNAMIC_SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulated::block.shared);", source)
     macros = "".join(f"#define {name} {int(value) if isinstance(value, bool) else value}\n" for name, value in sorted(defines.items()))
+    cluster = CLUSTER.search(source)
+    cluster = cluster[1] if cluster else 1
     calls = f"""
 #line 1 "emulated_launch"
 using EmulatedEntry = emulated::Entry<&{entry}>;
 extern "C" int emulated_parameter_sizes(int* sizes) {{ return EmulatedEntry::sizes(sizes); }}
 extern "C" const char* emulated_launch(const emulated::Launch* launch, long long* bank_conflicts) {{
-  return emulated::launch<EmulatedEntry>(*launch, bank_conflicts);
+  return emulated::launch<EmulatedEntry>(*launch, {cluster}, bank_conflicts);
 }}
 """
     return f'#include "cuda.hpp"\n{macros}{source}{calls}'

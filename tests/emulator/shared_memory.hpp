@@ -4,7 +4,7 @@
 // and not both to read, are an error; so is touching what a copy in flight writes. Plain loads and stores are not looked at.
 #pragma once
 
-#include "block.hpp"
+#include "grid.hpp"
 
 namespace emulated {
 

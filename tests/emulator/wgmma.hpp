@@ -60,6 +60,12 @@ struct WgmmaState {
   std::vector<WgmmaThread> threads;
 };
 inline WgmmaState wgmma_state;
+inline WgmmaState parked_wgmma_state;  // of the parked block
+
+inline void exchange_wgmma() {
+  std::swap(hopper, parked_hopper);
+  std::swap(wgmma_state, parked_wgmma_state);
+}
 
 inline Warpgroup& warpgroup() { return wgmma_state.warpgroups[thread_number() / kWarpgroup]; }
 inline WgmmaThread& wgmma_thread() { return wgmma_state.threads[thread_number()]; }
