@@ -26,7 +26,23 @@ __device__ __forceinline__ Share share_of_block(const ForwardOutput& output) {
 
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 
-// Logits of keys that a row does not see become -inf. `first_row` and `first_key` belong to element (0, 0) of the warp's tile.
+// Logits of columns outside [begin, end) become -inf, in the lane's upper (0) or lower row of a row block.
+template <int kColumnBlocks>
+__device__ __forceinline__ void hide_outside(float (&s1)[kColumnBlocks][4], float (&s2)[kColumnBlocks][4], int half, int begin, int end,
+                                             const Lane& lane) {
+#pragma unroll
+  for (int n = 0; n < kColumnBlocks; ++n) {
+#pragma unroll
+    for (int e = 2 * half; e < 2 * half + 2; ++e) {
+      const int column = 8 * n + lane.column + e % 2;
+      const bool visible = column >= begin && column < end;
+      s1[n][e] = visible ? s1[n][e] : -kInfinity;
+      s2[n][e] = visible ? s2[n][e] : -kInfinity;
+    }
+  }
+}
+
+// The same for keys that a row does not see. `first_row` and `first_key` belong to element (0, 0) of the warp's tile.
 template <int kRowBlocks, int kColumnBlocks>
 __device__ __forceinline__ void hide_unseen(float (&s1)[kRowBlocks][kColumnBlocks][4], float (&s2)[kRowBlocks][kColumnBlocks][4],
                                             const Band& band, int first_row, int first_key, const Lane& lane) {
@@ -35,18 +51,7 @@ __device__ __forceinline__ void hide_unseen(float (&s1)[kRowBlocks][kColumnBlock
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + 16 * m + 8 * half + lane.row;
-      const int begin = band.first_key(row) - first_key;
-      const int end = band.end_key(row) - first_key;
-#pragma unroll
-      for (int n = 0; n < kColumnBlocks; ++n) {
-#pragma unroll
-        for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          const int column = 8 * n + lane.column + e % 2;
-          const bool visible = column >= begin && column < end;
-          s1[m][n][e] = visible ? s1[m][n][e] : -kInfinity;
-          s2[m][n][e] = visible ? s2[m][n][e] : -kInfinity;
-        }
-      }
+      hide_outside(s1[m], s2[m], half, band.first_key(row) - first_key, band.end_key(row) - first_key, lane);
     }
   }
 }
@@ -89,7 +94,21 @@ __device__ __forceinline__ void update(OnlineRow (&online)[kRowBlocks][2], const
   }
 }
 
-// Joins the states that the four lanes of a quad hold for the same rows, and writes them.
+// Joins the states that the four lanes of a quad hold for the same row.
+__device__ __forceinline__ void join_quad(OnlineRow& row) {
+#pragma unroll
+  for (int distance = 1; distance < 4; distance *= 2) {
+    OnlineRow other;
+    other.ref1 = __shfl_xor_sync(0xffffffffu, row.ref1, distance);
+    other.sum1 = __shfl_xor_sync(0xffffffffu, row.sum1, distance);
+    other.ref2 = __shfl_xor_sync(0xffffffffu, row.ref2, distance);
+    other.sum2 = __shfl_xor_sync(0xffffffffu, row.sum2, distance);
+    other.product = __shfl_xor_sync(0xffffffffu, row.product, distance);
+    row.merge(other);
+  }
+}
+
+// Writes the rows, once the lanes that share them have joined their states.
 template <int kRowBlocks>
 __device__ __forceinline__ void write_rows(OnlineRow (&online)[kRowBlocks][2], const Problem& problem, const ForwardOutput& output,
                                            const OwnTile& rows, int tile_rows, int warp_row, const Lane& lane) {
@@ -103,16 +122,7 @@ __device__ __forceinline__ void write_rows(OnlineRow (&online)[kRowBlocks][2], c
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       OnlineRow row = online[m][half];
-#pragma unroll
-      for (int distance = 1; distance < 4; distance *= 2) {
-        OnlineRow other;
-        other.ref1 = __shfl_xor_sync(0xffffffffu, row.ref1, distance);
-        other.sum1 = __shfl_xor_sync(0xffffffffu, row.sum1, distance);
-        other.ref2 = __shfl_xor_sync(0xffffffffu, row.ref2, distance);
-        other.sum2 = __shfl_xor_sync(0xffffffffu, row.sum2, distance);
-        other.product = __shfl_xor_sync(0xffffffffu, row.product, distance);
-        row.merge(other);
-      }
+      join_quad(row);
       const int index = warp_row + 16 * m + 8 * half + lane.row;
       if (rows.begin + index >= rows.valid_end) row.clear();
       if (lane.column == 0 && rows.begin + index < rows.end) store(target, base + index, finish(row));

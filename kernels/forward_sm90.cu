@@ -7,9 +7,6 @@
 // tensor cores a third of the time and the exponential unit another third. Q1 is held in registers as the products' left operand,
 // which saves a third of the traffic out of shared memory; both sides' would leave no registers for a tile of 80 keys.
 //
-// No running maximum: a tile is summed under the references there are, and where its sums come out too large for them (as for the
-// first tile, under no reference at all) once more under new ones, from the logits that are still there.
-//
 // Specialised by: ELEMENT, HEAD_DIM1, HEAD_DIM2 (padded), KEYS (of a tile), STAGES (slices in the ring).
 #include "problem.cuh"
 #include "mask.cuh"
@@ -20,6 +17,7 @@
 #include "blocks.cuh"
 #include "hopper.cuh"
 #include "forward.cuh"
+#include "optimistic.cuh"
 
 using Element = ELEMENT;
 constexpr int kConsumers = 3;
@@ -30,49 +28,6 @@ constexpr int kColumnBlocks = kKeys / 8;
 constexpr int kQueryBytes = kRows * kChunkRowBytes * chunks_of(HEAD_DIM2);
 constexpr int kSliceBytes = kKeys * kChunkRowBytes * chunks_of(HEAD_DIM1 > HEAD_DIM2 ? HEAD_DIM1 : HEAD_DIM2);
 static_assert(kKeys % 8 == 0, "a swizzled operand starts at a multiple of 1024 bytes");
-
-// Above this a sum of exponentials asks for a new reference: far from overflow, and exponents of this size cost no precision.
-constexpr float kTooLarge = 65536.0f;
-
-template <bool kMasked>
-__device__ __forceinline__ void update_optimistic(OnlineRow (&online)[2], const float (&s1)[4 * kColumnBlocks],
-                                                  const float (&s2)[4 * kColumnBlocks], float log2_scale1, float log2_scale2) {
-  float sum1[2], sum2[2], product[2];
-  auto sum_up = [&] {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) sum1[half] = sum2[half] = product[half] = 0.0f;
-#pragma unroll
-    for (int j = 0; j < 4 * kColumnBlocks; ++j) {
-      const int half = j / 2 % 2;
-      const float x1 = fmaf(s1[j], log2_scale1, -online[half].ref1), x2 = fmaf(s2[j], log2_scale2, -online[half].ref2);
-      const float p1 = exp2_approx(x1), p2 = exp2_approx(x2);
-      sum1[half] += p1;
-      sum2[half] += p2;
-      // A hidden key has x1 - x2 = NaN; where p1 is 0 the term is 0 all the same.
-      if (!kMasked || p1 > 0.0f) product[half] = fmaf(p1, x1 - x2, product[half]);
-    }
-  };
-  sum_up();
-  if (__any_sync(0xffffffffu, !(fmaxf(fmaxf(sum1[0], sum1[1]), fmaxf(sum2[0], sum2[1])) < kTooLarge))) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float top1 = -kInfinity, top2 = -kInfinity;
-#pragma unroll
-      for (int n = 0; n < kColumnBlocks; ++n) {
-        top1 = fmaxf(top1, fmaxf(s1[4 * n + 2 * half], s1[4 * n + 2 * half + 1]));
-        top2 = fmaxf(top2, fmaxf(s2[4 * n + 2 * half], s2[4 * n + 2 * half + 1]));
-      }
-      online[half].rebase(fmaxf(online[half].ref1, ceilf(top1 * log2_scale1)), fmaxf(online[half].ref2, ceilf(top2 * log2_scale2)));
-    }
-    sum_up();
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    online[half].sum1 += sum1[half];
-    online[half].sum2 += sum2[half];
-    online[half].product += product[half];
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 forward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ ForwardOutput output, const __grid_constant__ TensorMap k1_map,

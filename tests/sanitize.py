@@ -24,7 +24,8 @@ CASES = {
     "window, padded": {"n": (70, 90), "batch": 2, "d": (32, 128), "window": (20, 5), "seqlens_q": [70, 13], "seqlens_k": [60, 90]},
     "packed": {"layout": "thd", "n": (150, 140), "d": (64, 64), "cu_seqlens_q": [0, 0, 70, 140], "cu_seqlens_k": [0, 40, 130, 130]},
     "fused": {"n": (330, 900), "d": (64, 128), "heads_k": (4, 4), "batch": 1},
-    "few rows": {"n": (3, 900), "d": (128, 128), "batch": 1},
+    "split over the keys": {"n": (70, 900), "d": (128, 128), "batch": 1},
+    "few rows": {"n": (3, 1100), "d": (128, 64), "batch": 1, "heads": 4, "heads_k": (1, 2), "causal": True},
     "hostile vectors": {"n": (70, 90), "batch": 2, "d": (64, 64), "seqlens_q": [-5, 1 << 30], "seqlens_k": [1 << 30, -1]},
 }
 WIDE = {"n": (40, 70), "batch": 1, "heads": 2, "heads_k": (1, 2), "causal": True}

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import ArrayView
 from ..problem import Problem
-from . import merge, parameters, tensor_map, tiles
+from . import merge, parameters, tensor_map, tiles, tiles_sm90
 from .device import DeviceInfo, device_info
 from .launch import grid_blocks, kernel, launch, plain_kernel
 from .specialisation import RESERVED_BYTES, Specialisation
@@ -33,16 +33,19 @@ class Plan(NamedTuple):
     whole: int
     split: int
     splits: int
-
-    @property
-    def partial_rows(self) -> int:
-        return self.split * self.spec.tile.rows * self.splits
+    partial_rows: int = 0
+    """Rows that are merged after."""
+    heads: int = 0
+    """Of few rows: how many heads share a tile."""
 
 
 @functools.lru_cache(maxsize=1024)
 def plan(problem: Problem, device_index: int, tensor_maps: bool) -> Plan:
     """The kernel, its grid, and which row tiles are split over the keys."""
     device = device_info(device_index)
+    few_rows = tiles_sm90.few_rows(problem, device) if tensor_maps else None
+    if few_rows:
+        return split_few_rows(problem, *few_rows, device)
     spec = tiles.forward(problem, device, tensor_maps)
     return split_tail(problem, spec, grid_blocks(problem, problem.seqlen_q, problem.heads, spec.tile.rows), device)
 
@@ -63,8 +66,21 @@ def split_tail(problem: Problem, spec: Specialisation, blocks: int, device: Devi
     if not left or most < 2 or (whole and (problem.masked or problem.packed)):
         return Plan(spec, blocks, 0, 1)
     most = min(most, max(1, capacity // left) if not whole else MOST_TAIL_SPLITS)
-    splits = min(range(1, most + 1), key=lambda n: -(-left * n // capacity) / n + SPLIT_COST * n)
-    return Plan(spec, whole, left, splits) if splits > 1 else Plan(spec, blocks, 0, 1)
+    splits = _cheapest_splits(left, most, capacity)
+    return Plan(spec, whole, left, splits, left * spec.tile.rows * splits) if splits > 1 else Plan(spec, blocks, 0, 1)
+
+
+def split_few_rows(problem: Problem, spec: Specialisation, heads: int, device: DeviceInfo) -> Plan:
+    """Splits every tile of few rows, so that all multiprocessors read keys; each consumer warpgroup leaves its own part of the rows."""
+    blocks = problem.rows // (problem.seqlen_q * heads)
+    most = max(1, problem.seqlen_k // spec.tile.streamed // LEAST_KEY_TILES)
+    splits = _cheapest_splits(blocks, min(most, device.multiprocessors), device.multiprocessors)
+    return Plan(spec, 0, blocks, splits, problem.rows * splits * tiles_sm90.FEW_ROWS_CONSUMERS, heads)
+
+
+def _cheapest_splits(blocks: int, most: int, capacity: int) -> int:
+    """The number of splits that takes the fewest waves."""
+    return min(range(1, most + 1), key=lambda n: -(-blocks * n // capacity) / n + SPLIT_COST * n)
 
 
 def workspace_bytes(problem: Problem, device_index: int) -> int:
@@ -96,7 +112,9 @@ def run(problem: Problem, views, rows, reduced, workspace: ArrayView | None, str
     if chosen.partial_rows:
         scratch = workspace or allocate(ROW_BYTES * chosen.partial_rows)
         partial = split_rows(scratch.pointer, chosen.partial_rows)
-    if chosen.whole or chosen.split:
+    if chosen.heads:
+        _run_few_rows(problem, views, rows, partial, chosen, stream)
+    elif chosen.whole or chosen.split:
         stride = chosen.split * spec.tile.rows
         args = (
             parameters.fill_problem(problem, views, views, rows),
@@ -110,6 +128,19 @@ def run(problem: Problem, views, rows, reduced, workspace: ArrayView | None, str
             launch(merge_splits, (chosen.split,), merge.THREADS, (*args, np.int32(spec.tile.rows)), stream)
     if reduced is not None:
         reduce_rows(problem, rows, reduced, workspace, allocate, stream)
+
+
+def _run_few_rows(problem: Problem, views, rows, partial, chosen: Plan, stream: int) -> None:
+    spec, device_index = chosen.spec, views["q1"].device[1]
+    args = (
+        parameters.fill_problem(problem, views, views, rows),
+        parameters.few_rows(problem.rows, chosen.heads, chosen.splits),
+        parameters.row_stats(partial),
+        *(tensor_map.rows_map(problem, views[name], spec.tile.streamed) for name in ("k1", "k2")),
+    )
+    launch(kernel(spec, device_index), (chosen.split * chosen.splits,), spec.threads, args, stream, spec.shared_bytes)
+    parts = chosen.partial_rows // problem.rows
+    merge.launch_merge(partial, [problem.rows] * len(NAMES), parts, rows, problem.rows, device_index, stream)
 
 
 class Pointer(NamedTuple):

@@ -42,6 +42,7 @@ FORWARD_OUTPUT = np.dtype(
     [("rows", ROW_STATS), ("partial", ROW_STATS), ("partial_stride", I64), ("whole_tiles", I32), ("splits", I32)], align=True
 )
 GRADIENT_OUTPUT = np.dtype([(n, MATRIX) for n in SIDES] + [("as_float32", I32), ("padding", I32)], align=True)
+FEW_ROWS = np.dtype([("all_rows", I64), ("heads", I32), ("splits", I32)], align=True)
 MERGE_INPUT = np.dtype(
     [("first", ROW_STATS)]
     + [(f"{n}_stride", I64) for n in ("kl", "ref1", "logsum1", "ref2", "logsum2")]
@@ -55,6 +56,7 @@ STRUCTS = {
     "Problem": PROBLEM,
     "ForwardOutput": FORWARD_OUTPUT,
     "GradientOutput": GRADIENT_OUTPUT,
+    "FewRows": FEW_ROWS,
     "MergeInput": MERGE_INPUT,
 }
 
@@ -100,7 +102,7 @@ def _packer(dtype: np.dtype):
 
 _pack_problem, pack_row_weights = _packer(PROBLEM), _packer(ROW_WEIGHTS)
 _pack_forward_output, _pack_gradient_output = _packer(FORWARD_OUTPUT), _packer(GRADIENT_OUTPUT)
-_pack_merge_input, _pack_row_stats = _packer(MERGE_INPUT), _packer(ROW_STATS)
+_pack_merge_input, _pack_row_stats, _pack_few_rows = _packer(MERGE_INPUT), _packer(ROW_STATS), _packer(FEW_ROWS)
 
 
 def _pointers(rows) -> tuple[int, ...]:
@@ -140,6 +142,11 @@ def fill_problem(problem: Problem, matrices, vectors, rows) -> np.ndarray:
 def forward_output(rows, partial, partial_stride: int, whole_tiles: int, splits: int) -> np.ndarray:
     """A FORWARD_OUTPUT record: where the row statistics go, and where those of tiles that are split over the keys go first."""
     return _pack_forward_output(*_pointers(rows), *_pointers(partial), partial_stride, whole_tiles, splits)
+
+
+def few_rows(all_rows: int, heads: int, splits: int) -> np.ndarray:
+    """A FEW_ROWS record: query rows in all, heads of a tile, and blocks of a tile."""
+    return _pack_few_rows(all_rows, heads, splits)
 
 
 def row_stats(rows) -> np.ndarray:

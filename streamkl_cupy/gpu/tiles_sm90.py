@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ..problem import Problem
 from .device import DeviceInfo
-from .specialisation import ELEMENTS, Specialisation, Tile, head_dim_class
+from .specialisation import ELEMENTS, Specialisation, Tile, choose, head_dim_class
 
 FORWARD = (
     Tile(12, 1, 80, 6, 1, "three warpgroups of 64 rows take turns at products and exponentials; 80 keys are the most that do not spill"),
 )
+FEW_ROWS = (
+    Tile(4, 1, 64, 10, 1, "all rows that see the same keys; two warpgroups take key tiles in turn, 160 KB of them are on their way"),
+)
+"""Up to 64 query rows, each with all heads that share its keys, against many keys."""
+
 DQ = (
     Tile(
         12,
@@ -29,6 +35,7 @@ FUSED = (Tile(8, 1, 64, 6, 1, "128 keys; two warpgroups take query tiles in turn
 
 HEAD_DIM = 128
 """Wider operands would not fit the registers that hold one side's."""
+FEW_ROWS_KEYS, FEW_ROWS_CONSUMERS = 1024, 2
 CHUNK_BYTES = 128
 """A row of 64 columns in shared memory."""
 BARRIER_BYTES, OWN_TILE_BYTES, SPAN_BYTES, ROW_TERMS_BYTES, UNIT_BYTES = 8, 128, 8, 16, 4
@@ -79,11 +86,26 @@ def write_dq_row(problem: Problem, side: int) -> Specialisation:
     return Specialisation("write_dq.cu", "write_dq", Tile(4, 1, 0, 0, 1, "a tile of sums"), defines, 0, 0)
 
 
+def few_rows(problem: Problem, device: DeviceInfo) -> tuple[Specialisation, int] | None:
+    """The kernel for few query rows against many keys, and how many heads are one tile of it; None where rows or keys are others.
+
+    Fewer keys than that do not hide the launch that merges what was left of them.
+    """
+    rows = FEW_ROWS[0].rows
+    if not takes(problem, device) or problem.packed or not problem.rows or problem.seqlen_q > rows or problem.seqlen_k < FEW_ROWS_KEYS:
+        return None
+    sharing = math.gcd(problem.heads // problem.heads_k1, problem.heads // problem.heads_k2)
+    heads = max(n for n in range(1, sharing + 1) if sharing % n == 0 and n * problem.seqlen_q <= rows)
+    d1, d2 = head_dim_class(problem.head_dim1), head_dim_class(problem.head_dim2)
+    return choose([_few_rows_row(problem.dtype, d1, d2, t) for t in FEW_ROWS], device), heads
+
+
 def every_row(dtype: str, d1: int, d2: int) -> Iterator[Specialisation]:
     if max(d1, d2) > HEAD_DIM:
         return
     problem = Problem("bhsd", dtype, 1, 1, 1, 1, 1, 1, d1, d2, 1.0, 1.0)
     yield from forward_rows(problem)
+    yield from (_few_rows_row(dtype, head_dim_class(d1), head_dim_class(d2), t) for t in FEW_ROWS)
     for side in (1, 2):
         for own in "qk":
             yield from backward_rows(problem, own, side)
@@ -95,6 +117,12 @@ def _forward_row(dtype: str, d1: int, d2: int, tile: Tile) -> Specialisation:
     defines = (("ELEMENT", ELEMENTS[dtype]), ("HEAD_DIM1", d1), ("HEAD_DIM2", d2), ("KEYS", tile.streamed), ("STAGES", tile.stages))
     shared = _ring_bytes(tile, d1, d2) + _slice_bytes(tile.rows, d2) + OWN_TILE_BYTES
     return Specialisation("forward_sm90.cu", "forward_sm90", tile, defines, shared, 0, True, WARPGROUP)
+
+
+def _few_rows_row(dtype: str, d1: int, d2: int, tile: Tile) -> Specialisation:
+    defines = (("ELEMENT", ELEMENTS[dtype]), ("HEAD_DIM1", d1), ("HEAD_DIM2", d2), ("KEYS", tile.streamed), ("STAGES", tile.stages))
+    shared = _ring_bytes(tile, d1, d2) + _slice_bytes(tile.rows, d1) + _slice_bytes(tile.rows, d2)
+    return Specialisation("forward_few_rows_sm90.cu", "forward_few_rows_sm90", tile, defines, shared, 0, True, 2 * WARPGROUP)
 
 
 def _dq_row(dtype: str, d1: int, d2: int, side: int, tile: Tile) -> Specialisation:

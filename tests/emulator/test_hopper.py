@@ -77,6 +77,39 @@ def test_splits_over_the_keys(machine):
     assert machine.launched[:2] == ["forward_sm90", "forward_merge_splits"]
 
 
+FEW_ROWS = {
+    "one row": {"n": (1, 1100)},
+    "a group of heads is one tile": {"n": (16, 1300), "heads": (8, 2, 1), "causal": True},
+    "groups of unequal size": {"n": (5, 1100), "heads": (6, 1, 2), "causal": True, "q_offset": 700},
+    "window": {"n": (20, 2000), "window": (500, 20)},
+    "a whole tile": {"n": (64, 1030), "heads": (2, 1, 1), "batch": 1, "d": (128, 128)},
+    "rows that see nothing": {"n": (6, 1100), "window": (5, 0), "q_offset": ints(-20, 1000)},
+}
+
+
+class TestFewRows:
+    """All rows that see the same keys as one tile, the keys split."""
+
+    @pytest.mark.parametrize("name", FEW_ROWS)
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_masks_and_groups(self, machine, dtype, name):
+        options = dict(FEW_ROWS[name])
+        sizes = {n: options.pop(n) for n in ("n", "heads", "batch", "d") if n in options}
+        run(machine, inputs(dtype, "bshd", **sizes), wrt=("q2",), layout="bshd", **options)
+        assert machine.launched[:2] == ["forward_few_rows_sm90", "forward_merge"]
+
+    def test_padded_batch(self, machine):
+        lengths_q, lengths_k = ints(30, 0, 7), ints(1100, 12, 1161)
+        arrays = padded("bfloat16", "bhsd", lengths_q, lengths_k, heads=(4, 1, 2), n=(30, 1170))
+        run(machine, arrays, wrt=("q2",), seqlens_q=lengths_q, seqlens_k=lengths_k, causal=True)
+        assert machine.launched[:2] == ["forward_few_rows_sm90", "forward_merge"]
+
+    def test_more_rows_or_fewer_keys_take_the_other_kernel(self, machine):
+        for n in ((65, 1030), (3, 1020)):
+            run(machine, inputs("bfloat16", "bhsd", heads=(1, 1, 1), n=n, batch=1), wrt=("q2",))
+        assert "forward_few_rows_sm90" not in machine.launched
+
+
 @pytest.mark.parametrize("heads", [(4, 1, 2), (4, 4, 1)])
 def test_heads_that_share_keys(machine, heads):
     """With more key heads on the other side, its keys change in the middle of a group."""
