@@ -13,6 +13,9 @@ template <int kNumber, int kThreads>
 __device__ __forceinline__ void named_barrier() { asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(kThreads) : "memory"); }
 // The same for one of the consumer warpgroups, under a number of its own.
 __device__ __forceinline__ void warpgroup_barrier(int warpgroup) { asm volatile("bar.sync %0, 128;" ::"r"(2 + warpgroup) : "memory"); }
+// Two warpgroups at a numbered barrier: one waits until the other has come, which goes on at once.
+__device__ __forceinline__ void turn_await(int number) { asm volatile("bar.sync %0, 256;" ::"r"(number) : "memory"); }
+__device__ __forceinline__ void turn_give(int number) { asm volatile("bar.arrive %0, 256;" ::"r"(number) : "memory"); }
 __device__ __forceinline__ void store_shared_16(u32 to, u32 word) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(word) : "memory");
 }

@@ -25,7 +25,7 @@ struct Mbarrier {
 };
 
 struct NumberedBarrier {
-  int threads = 0;
+  int threads = 0, arrived = 0;  // arrived: those that did not wait
   std::vector<Thread*> waiting;
 };
 
@@ -134,18 +134,29 @@ inline void wait_mbarrier(unsigned address, unsigned parity) {
   }
 }
 
-inline void wait_numbered(int number, int threads) {
+// One more thread is at a numbered barrier; the last of them opens it, for this one returns true then.
+inline bool come_to_numbered(int number, int threads) {
   if (number < 1 || number > 15 || threads % kLanes != 0) fail("named_barrier %d of %d threads: 1 to 15, and whole warps", number, threads);
   NumberedBarrier& b = hopper.numbered[number];
-  if (!b.waiting.empty() && b.threads != threads) fail("named_barrier %d of %d threads, and others came to it with %d", number, threads, b.threads);
+  const int there = static_cast<int>(b.waiting.size()) + b.arrived;
+  if (there > 0 && b.threads != threads) fail("named_barrier %d of %d threads, and others came to it with %d", number, threads, b.threads);
   b.threads = threads;
-  if (static_cast<int>(b.waiting.size()) + 1 < threads) {
-    b.waiting.push_back(block.current);
-    hopper.waits[thread_number()] = {static_cast<unsigned>(number), 0};
-    return wait_at(kNumberedWait);
-  }
+  if (there + 1 < threads) return false;
   ++block.barriers;
+  b.arrived = 0;
   wake_all(b.waiting);
+  return true;
+}
+
+inline void wait_numbered(int number, int threads) {
+  if (come_to_numbered(number, threads)) return;
+  hopper.numbered[number].waiting.push_back(block.current);
+  hopper.waits[thread_number()] = {static_cast<unsigned>(number), 0};
+  wait_at(kNumberedWait);
+}
+
+inline void arrive_numbered(int number, int threads) {
+  if (!come_to_numbered(number, threads)) ++hopper.numbered[number].arrived;
 }
 
 // The 128-byte swizzle, on the bits of the address itself.
@@ -291,7 +302,7 @@ inline std::string mbarrier_detail(const Thread& t) {
   const auto [subject, parity] = hopper.waits[&t - block.threads.data()];
   if (t.waits_at == kNumberedWait) {
     const NumberedBarrier& b = hopper.numbered[subject];
-    return " " + std::to_string(subject) + ", where " + std::to_string(b.waiting.size()) + " of " + std::to_string(b.threads) + " threads are";
+    return " " + std::to_string(subject) + ", where " + std::to_string(b.waiting.size() + b.arrived) + " of " + std::to_string(b.threads) + " threads are";
   }
   if (t.waits_at != kMbarrierWait) return "";
   const Mbarrier& b = mbarrier(kMbarrierWait, subject);

@@ -26,6 +26,8 @@ inline void barrier_init_fence() {}
 inline void proxy_fence() { ++emulated::block.current->proxy_fences; }
 template <int kNumber, int kThreads> inline void named_barrier() { emulated::wait_numbered(kNumber, kThreads); }
 inline void warpgroup_barrier(int warpgroup) { emulated::wait_numbered(2 + warpgroup, 128); }
+inline void turn_await(int number) { emulated::wait_numbered(number, 256); }
+inline void turn_give(int number) { emulated::arrive_numbered(number, 256); }
 inline void barrier_arrive(u32 barrier) { emulated::arrive("barrier_arrive", barrier, 0); }
 inline void barrier_arrive_expect(u32 barrier, u32 bytes) { emulated::arrive("barrier_arrive_expect", barrier, bytes); }
 inline void barrier_arrive_in(u32 barrier, u32 rank) { emulated::arrive_in(rank, barrier); }
