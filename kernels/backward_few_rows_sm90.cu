@@ -1,0 +1,249 @@
+// dQ and dK of one side for few query rows and many keys, on Hopper: TMA and wgmma, float16 and bfloat16, head dimensions up to 128.
+//
+//   S_t = Q_t K_t^T,  dS by hopper_terms.cuh,  dQ = scale dS K,  dK = scale dS^T Q
+//
+// The rows of all query heads that share a key head fit one tile of 64, so that keys are read once and dK is written once: the time
+// that this takes is the floor. A block keeps the rows and walks through its share of the keys in tiles of 64. One producer thread
+// keeps the ring full; two consumer warpgroups take the tiles in turn and never wait for each other: while one computes or writes,
+// the other does too, and the next tiles arrive.
+// Rows are queries: their statistics are registers, and dS goes to dQ from registers and to dK through shared memory. dK of a tile
+// is complete at once. It leaves in whole lines, by way of the slice that the other side's keys were in. dQ stays in registers to
+// the end, and is added to float32 sums in memory (write_dq.cu turns these into the gradient); the order of these sums is open.
+//
+// "Own" is the side whose gradients are wanted; no two rows of a block may differ in the other side's key head. Not for packed rows.
+// Specialised by: ELEMENT, SIDE (1 or 2), HEAD_DIM1, HEAD_DIM2 (padded), STAGES (slices in the ring, even).
+#include "problem.cuh"
+#include "mask.cuh"
+#include "row_stats.cuh"
+#include "ptx_sm80.cuh"
+#include "ptx_sm90.cuh"
+#include "tile.cuh"
+#include "blocks.cuh"
+#include "hopper.cuh"
+#include "backward.cuh"
+#include "hopper_terms.cuh"
+#include "dq_sums.cuh"
+
+using Element = ELEMENT;
+constexpr int kConsumers = 2;
+constexpr int kThreads = 128 * (kConsumers + 1);
+constexpr int kRows = kDqRows;
+constexpr int kKeys = 64;
+constexpr int kColumnBlocks = kKeys / 8;
+constexpr int kOwnDim = SIDE == 1 ? HEAD_DIM1 : HEAD_DIM2, kOtherDim = SIDE == 1 ? HEAD_DIM2 : HEAD_DIM1;
+constexpr int kOwnBytes = kRows * kChunkRowBytes * chunks_of(kOwnDim), kOtherBytes = kRows * kChunkRowBytes * chunks_of(kOtherDim);
+constexpr int kSliceBytes = kKeys * kChunkRowBytes * chunks_of(kOwnDim > kOtherDim ? kOwnDim : kOtherDim);
+constexpr int kWeightBytes = kRows * kChunkRowBytes * chunks_of(kKeys);  // dS: rows of 64 keys
+static_assert(STAGES % 2 == 0 && STAGES >= 2 * kConsumers, "a key tile is two slices, and every consumer holds one");
+
+// The query rows of a block: all heads that share its key head, one after the other.
+struct Rows {
+  Sequence sequence;
+  Band band;
+  int first_head, end_head;
+};
+struct QueryRow {
+  int head, index;
+  Span keys;  // that it sees: none where there is no such row
+};
+__device__ __forceinline__ QueryRow query_row(const Rows& rows, int row) {
+  const int head = rows.first_head + row / rows.sequence.q_rows, index = row % rows.sequence.q_rows;
+  if (head >= rows.end_head || index >= rows.sequence.q_valid) return {head, index, {0, 0}};
+  return {head, index, {rows.band.first_key(index), rows.band.end_key(index)}};
+}
+
+// One side's queries as an operand, by the consumers, asynchronously. A row that sees nothing may hold NaN: zeros.
+template <int kHeadDim>
+__device__ __forceinline__ void copy_queries_async(u32 tile, const Matrix& queries, const Rows& rows, int columns) {
+  constexpr int kPieces = chunks_of(kHeadDim) * kChunkRowBytes / 16;
+  for (int i = threadIdx.x; i < kRows * kPieces; i += 128 * kConsumers) {
+    const int row = i / kPieces, piece = i % kPieces;
+    const QueryRow query = query_row(rows, row);
+    const bool inside = !query.keys.empty() && 8 * piece < columns;
+    const Element* from = head_rows<Element>(queries, rows.sequence.batch_index, inside ? query.head : 0, inside ? query.index : 0);
+    copy_async_16(tile + piece / 8 * kRows * kChunkRowBytes + TileLayout<Element, kChunk>::offset(row, piece % 8), from + (inside ? 8 * piece : 0),
+                  inside);
+  }
+}
+
+// A warp's 16 rows of dK, scaled, in pieces of 16 bytes, by way of their place in `slice`, which lies at `address`.
+__device__ __forceinline__ void write_rows(float (&gradient)[1][kOwnDim / 8][4], float factor, unsigned char* slice, u32 address, int warp_row,
+                                           Element* keys, i64 row_stride, int rows, int columns, const Lane& lane) {
+  using Layout = TileLayout<Element, kChunk>;
+  u32 rounded[kOwnDim / 16][4];
+  scale_all(gradient, factor);
+  to_operand<Element>(rounded, gradient);
+  const u32 row = address + Layout::offset(warp_row + lane.index % 16, lane.index / 16);
+#pragma unroll
+  for (int k = 0; k < kOwnDim / 16; ++k) store_matrix_x4(Layout::advance(row, 2 * (k % 4)) + k / 4 * kKeys * kChunkRowBytes, rounded[k]);
+  __syncwarp();
+  constexpr int kPieces = kOwnDim / 8;
+#pragma unroll
+  for (int i = 0; i < 16 * kPieces; i += 32) {
+    const int to = warp_row + (i + lane.index) / kPieces, piece = (i + lane.index) % kPieces;
+    if (to < rows && 8 * piece < columns)
+      *reinterpret_cast<uint4*>(keys + to * row_stride + 8 * piece) =
+          *reinterpret_cast<const uint4*>(slice + piece / 8 * kKeys * kChunkRowBytes + Layout::offset(to, piece % 8));
+  }
+}
+
+// Zeros for dK of tiles that nobody sees, by the consumers: a row a warp.
+__device__ __forceinline__ void clear_tiles(const Matrix& matrix, int item_bytes, const OwnTile& keys, Span tiles, int columns) {
+  for (int row = tiles.begin * kKeys + static_cast<int>(threadIdx.x) / 32; row < min(tiles.end * kKeys, keys.end); row += 4 * kConsumers) {
+    const i64 at = keys.sequence.batch_index * matrix.batch_stride + keys.head * matrix.head_stride + row * matrix.row_stride;
+    uint4* const to = reinterpret_cast<uint4*>(static_cast<char*>(matrix.data) + at * item_bytes);
+    for (int piece = threadIdx.x % 32; piece < columns * item_bytes / 16; piece += 32) to[piece] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+backward_few_rows_sm90(const __grid_constant__ Problem problem, const __grid_constant__ RowWeights weights, const __grid_constant__ GradientOutput output,
+                       const __grid_constant__ DqSums sums, const __grid_constant__ TensorMap k1_map, const __grid_constant__ TensorMap k2_map) {
+  // Storage.
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const u32 own_tile = shared_address(shared), other_tile = own_tile + kOwnBytes, weight_tiles = other_tile + kOtherBytes;
+  const Ring<STAGES, kSliceBytes> ring(weight_tiles + kConsumers * kWeightBytes);
+
+  // Whose rows and keys, and which of the keys: those that some row sees, and for zeros those before and behind.
+  const int own_heads = SIDE == 1 ? problem.heads_k1 : problem.heads_k2, other_heads = SIDE == 1 ? problem.heads_k2 : problem.heads_k1;
+  const int group = problem.heads / own_heads, head = static_cast<int>(blockIdx.x) % own_heads;
+  const Sequence s = sequence(problem, static_cast<int>(blockIdx.x) / own_heads);
+  const Rows rows = {s, band(problem, s), head * group, (head + 1) * group};
+  const Span seen = keys_seen_by_some(rows.band, 0, s.q_valid);
+  const Span tiles = share_of(seen, kKeys, blockIdx.y, gridDim.y);
+
+  // Barriers. What a warpgroup has read each of its warps releases.
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(ring.full + 8 * i, 1);
+      barrier_init(ring.empty + 8 * i, 4);
+    }
+    proxy_fence();
+  }
+  __syncthreads();
+
+  const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
+  RingPosition<STAGES> at;
+  if (warpgroup == kConsumers) {
+    // Producer.
+    registers_give<24>();
+    if (threadIdx.x == 128 * kConsumers) {
+      const int other_head = rows.first_head / (problem.heads / other_heads);
+      for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+        ring.bring(at, SIDE == 1 ? &k2_map : &k1_map, chunks_of(kOtherDim), kKeys, tile * kKeys, other_head, s.batch_index);
+        ring.bring(at, SIDE == 1 ? &k1_map : &k2_map, chunks_of(kOwnDim), kKeys, tile * kKeys, head, s.batch_index);
+      }
+    }
+  } else {
+    // Consumers.
+    registers_take<240>();
+    copy_queries_async<kOwnDim>(own_tile, SIDE == 1 ? problem.q1 : problem.q2, rows, SIDE == 1 ? problem.head_dim1 : problem.head_dim2);
+    copy_queries_async<kOtherDim>(other_tile, SIDE == 1 ? problem.q2 : problem.q1, rows, SIDE == 1 ? problem.head_dim2 : problem.head_dim1);
+    copy_async_commit();
+    const Lane lane;
+    const int warp_row = static_cast<int>(threadIdx.x) % 128 / 32 * 16;
+    const float unit = weight_unit<Element, SIDE>(weights);
+    RowTerms terms[2];
+    Span visible[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const QueryRow query = query_row(rows, warp_row + lane.row + 8 * half);
+      visible[half] = query.keys;
+      terms[half] = {0.0f, 0.0f, 0.0f, 0.0f};
+      if (!query.keys.empty())
+        terms[half] = row_terms<SIDE>(load(problem.rows, row_arrays_offset(problem, s, query.head) + query.index),
+                                      row_weight(weights, s.batch_index, query.head, query.index) * (1.0f / unit));
+    }
+    copy_async_wait<0>();
+    proxy_fence();  // what ordinary copies wrote, the tensor cores read
+    named_barrier<1, 128 * kConsumers>();
+
+    const Matrix& own_dk = SIDE == 1 ? output.k1 : output.k2;
+    const int columns = SIDE == 1 ? problem.head_dim1 : problem.head_dim2;
+    const OwnTile keys = {s, rows.band, head, 0, s.k_rows, s.k_valid};
+    const Span unmasked = keys_seen_by_all(rows.band, 0, s.q_valid);
+    const u32 weight_tile = weight_tiles + warpgroup * kWeightBytes;
+    const u32 weight_row = weight_tile + TileLayout<Element, kChunk>::offset(warp_row + lane.index % 16, lane.index / 16);
+    float factor[1][2];
+    factor[0][0] = factor[0][1] = (SIDE == 1 ? problem.scale1 : problem.scale2) * unit;
+    auto rows_of = [](u32 tile) {
+      return [rows = wgmma_descriptor(tile)](int k) { return rows + (k / 4 * kRows * kChunkRowBytes + k % 4 * 32) / 16; };
+    };
+    float dq[1][kOwnDim / 8][4];
+    auto& dq_flat = reinterpret_cast<float(&)[kOwnDim / 2]>(dq);
+    for (int i = 0; i < 2 * warpgroup; ++i) at.advance();
+    for (int tile = tiles.begin + warpgroup; tile < tiles.end; tile += kConsumers) {
+      const int first_key = tile * kKeys;
+
+      // Logits, the other side's first, and their gradient, rounded to an operand.
+      float s1[1][kColumnBlocks][4], s2[1][kColumnBlocks][4];
+      auto& own = SIDE == 1 ? s1 : s2;
+      auto& other = SIDE == 1 ? s2 : s1;
+      auto& own_flat = reinterpret_cast<float(&)[4 * kColumnBlocks]>(own);
+      auto& other_flat = reinterpret_cast<float(&)[4 * kColumnBlocks]>(other);
+      const int other_slot = at.slot;
+      ring.await(at);
+      start_scores<Element, kOtherDim>(other_flat, rows_of(other_tile), ring.slice(other_slot));
+      at.advance();
+      const int own_slot = at.slot;
+      ring.await(at);
+      start_scores<Element, kOwnDim>(own_flat, rows_of(own_tile), ring.slice(own_slot));
+      at.advance();
+      wgmma_wait<1>();
+      hold(other_flat);
+      gradients_first<SIDE>(other, SIDE == 1 ? problem.log2_scale2 : problem.log2_scale1, terms);
+      wgmma_wait<0>();
+      hold(own_flat);
+      gradients_second<SIDE>(s1, s2, SIDE == 1 ? problem.log2_scale1 : problem.log2_scale2, terms);
+      if (first_key < unmasked.begin || first_key + kKeys > unmasked.end) {
+        const int begin[1][2] = {visible[0].begin - first_key, visible[1].begin - first_key};
+        const int end[1][2] = {visible[0].end - first_key, visible[1].end - first_key};
+        hide_unseen_rows(own, begin, end, lane);
+        // Keys that nobody sees may hold NaN, and dQ sums over them.
+        clear_rows<kKeys>(ring.slice(own_slot), chunks_of(kOwnDim), first_key, seen, warpgroup);
+      }
+      u32 operand[kKeys / 16][4];
+      to_operand<Element>(operand, own);
+
+      // dQ from registers, and dK once all of dS is in shared memory.
+      start_weighted_rows<Element, kKeys>(dq_flat, operand, ring.slice(own_slot), tile >= tiles.begin + kConsumers);
+#pragma unroll
+      for (int k = 0; k < kKeys / 16; ++k) store_matrix_x4(TileLayout<Element, kChunk>::advance(weight_row, 2 * k), operand[k]);
+      proxy_fence();
+      warpgroup_barrier(warpgroup);  // and nobody reads the other side's keys any more
+      float dk[1][1][kOwnDim / 8][4];
+      add_dk<Element, kRows>(dk, weight_tile, own_tile, false);
+      hold(dq_flat);
+      if (lane.index == 0) ring.release(own_slot);
+      if (output.as_float32) {
+        write_gradient<Element>(dk[0], factor, own_dk, true, keys, 0, first_key + warp_row, 0, columns, lane);
+      } else {
+        const u32 slice = ring.slice(other_slot);
+        write_rows(dk[0], factor[0][0], shared + (slice - own_tile), slice, warp_row, head_rows<Element>(own_dk, s.batch_index, head, first_key),
+                   own_dk.row_stride, s.k_rows - first_key, columns, lane);
+        proxy_fence();
+        __syncwarp();
+      }
+      if (lane.index == 0) ring.release(other_slot);
+      for (int i = 0; i < 2 * (kConsumers - 1); ++i) at.advance();
+    }
+
+    // Results: zeros for the keys that no row sees, and dQ, each row to the tile of its head.
+    const int item_bytes = output.as_float32 ? 4 : 2;
+    const int first_seen = seen.empty() ? 0 : seen.begin / kKeys * kKeys, end_seen = seen.empty() ? 0 : (seen.end + kKeys - 1) / kKeys * kKeys;
+    clear_tiles(own_dk, item_bytes, keys, share_of({0, first_seen}, kKeys, blockIdx.y, gridDim.y), columns);
+    clear_tiles(own_dk, item_bytes, keys, share_of({end_seen, s.k_rows}, kKeys, blockIdx.y, gridDim.y), columns);
+    if (tiles.begin + warpgroup >= tiles.end) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const QueryRow query = query_row(rows, warp_row + lane.row + 8 * half);
+      if (query.keys.empty()) continue;
+      float* const to = sums.data + dq_tile(problem, s, query.head, 0) * (kRows * kOwnDim) + dq_pair(query.index, lane);
+#pragma unroll
+      for (int n = 0; n < kOwnDim / 8; ++n) {
+        atomicAdd(to + kDqPairStep * n, dq[0][n][2 * half]);
+        atomicAdd(to + kDqPairStep * n + 1, dq[0][n][2 * half + 1]);
+      }
+    }
+  }
+}
