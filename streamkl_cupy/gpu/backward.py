@@ -73,15 +73,18 @@ def _few_rows(problem: Problem, side: int, device: DeviceInfo) -> Launch | None:
     if problem.packed or not 0 < rows <= spec.tile.rows or own % other or not blocks:
         return None
     splits = _key_splits(blocks, spec, problem.seqlen_k, device)
-    return splits and Launch(spec, "q", (blocks, splits), tiles_sm90.write_dq_row(problem, side), dq_tiles, _sums_bytes(problem, side, dq_tiles))
+    return splits and Launch(
+        spec, "q", (blocks, splits), tiles_sm90.write_dq_row(problem, side), dq_tiles, _sums_bytes(problem, side, dq_tiles)
+    )
 
 
 def _key_splits(blocks: int, spec: Specialisation, keys: int, device: DeviceInfo) -> int:
     """Into how many blocks each is split over the keys, to fill whole waves of one block a multiprocessor; 0 where keys do not fill a
-    ring. A block starts with an empty ring: as if it had as many tiles more as the ring takes."""
-    tiles, filling = -(-keys // spec.tile.streamed), spec.tile.stages // 2
-    candidates = range(1, min(tiles // filling, device.multiprocessors) + 1)
-    return min(candidates, key=lambda n: -(-blocks * n // device.multiprocessors) * (-(-tiles // n) + filling), default=0)
+    ring. A block starts with an empty ring and ends with adding its dQ to the sums: as if it had twice as many tiles more as the
+    ring takes."""
+    tiles, ring = -(-keys // spec.tile.streamed), spec.tile.stages // 2
+    candidates = range(1, min(tiles // ring, device.multiprocessors) + 1)
+    return min(candidates, key=lambda n: -(-blocks * n // device.multiprocessors) * (-(-tiles // n) + 2 * ring), default=0)
 
 
 def _sums_bytes(problem: Problem, side: int, dq_tiles: int) -> int:
