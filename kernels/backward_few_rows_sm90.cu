@@ -66,33 +66,44 @@ __device__ __forceinline__ void copy_queries_async(u32 tile, const Matrix& queri
   }
 }
 
-// A warp's 16 rows of dK, scaled, in pieces of 16 bytes, by way of their place in `slice`, which lies at `address`.
-__device__ __forceinline__ void write_rows(float (&gradient)[1][kOwnDim / 8][4], float factor, unsigned char* slice, u32 address, int warp_row,
-                                           Element* keys, i64 row_stride, int rows, int columns, const Lane& lane) {
-  using Layout = TileLayout<Element, kChunk>;
-  u32 rounded[kOwnDim / 16][4];
-  scale_all(gradient, factor);
-  to_operand<Element>(rounded, gradient);
-  const u32 row = address + Layout::offset(warp_row + lane.index % 16, lane.index / 16);
+// A lane's share of a warp's 16 rows of dK: one piece of 16 bytes in every kPieceStep-th row.
+constexpr int kRowPieces = kOwnDim / 8, kPieceStep = 32 / kRowPieces;
+static_assert(32 % kRowPieces == 0, "a warp writes whole rows of dK");
+struct Pieces {
+  u32 words[16 / kPieceStep][4];
+  int row, column;  // of the first
+  __device__ __forceinline__ Pieces(int warp_row, const Lane& lane) : row(warp_row + lane.index / kRowPieces), column(lane.index % kRowPieces * 8) {}
+
+  // From the accumulators, by way of the rows' place in a slice that nobody reads any more.
+  __device__ __forceinline__ void take(const float (&gradient)[1][kOwnDim / 8][4], u32 slice, int warp_row, const Lane& lane) {
+    using Layout = TileLayout<Element, kChunk>;
+    u32 rounded[kOwnDim / 16][4];
+    to_operand<Element>(rounded, gradient);
+    const u32 to = slice + Layout::offset(warp_row + lane.index % 16, lane.index / 16);
 #pragma unroll
-  for (int k = 0; k < kOwnDim / 16; ++k) store_matrix_x4(Layout::advance(row, 2 * (k % 4)) + k / 4 * kKeys * kChunkRowBytes, rounded[k]);
-  __syncwarp();
-  constexpr int kPieces = kOwnDim / 8;
+    for (int k = 0; k < kOwnDim / 16; ++k) store_matrix_x4(Layout::advance(to, 2 * (k % 4)) + k / 4 * kKeys * kChunkRowBytes, rounded[k]);
+    __syncwarp();
 #pragma unroll
-  for (int i = 0; i < 16 * kPieces; i += 32) {
-    const int to = warp_row + (i + lane.index) / kPieces, piece = (i + lane.index) % kPieces;
-    if (to < rows && 8 * piece < columns)
-      *reinterpret_cast<uint4*>(keys + to * row_stride + 8 * piece) =
-          *reinterpret_cast<const uint4*>(slice + piece / 8 * kKeys * kChunkRowBytes + Layout::offset(to, piece % 8));
+    for (int i = 0; i < 16 / kPieceStep; ++i)
+      load_shared_16(words[i], slice + column / kChunk * kKeys * kChunkRowBytes + Layout::offset(row + i * kPieceStep, column % kChunk / 8));
   }
-}
+  // To memory: `keys` is where the first of 64 rows goes, `rows` of which exist.
+  __device__ __forceinline__ void write(Element* keys, i64 row_stride, int rows, int columns) const {
+    const int end = column < columns ? rows : 0;
+    Element* to = keys + row * row_stride + column;
+#pragma unroll
+    for (int i = 0; i < 16 / kPieceStep; ++i, to += kPieceStep * row_stride) {
+      if (row + i * kPieceStep < end) store_global_16(to, words[i]);
+    }
+  }
+};
 
 // Zeros for dK of tiles that nobody sees, by the consumers: a row a warp.
 __device__ __forceinline__ void clear_tiles(const Matrix& matrix, int item_bytes, const OwnTile& keys, Span tiles, int columns) {
   for (int row = tiles.begin * kKeys + static_cast<int>(threadIdx.x) / 32; row < min(tiles.end * kKeys, keys.end); row += 4 * kConsumers) {
     const i64 at = keys.sequence.batch_index * matrix.batch_stride + keys.head * matrix.head_stride + row * matrix.row_stride;
-    uint4* const to = reinterpret_cast<uint4*>(static_cast<char*>(matrix.data) + at * item_bytes);
-    for (int piece = threadIdx.x % 32; piece < columns * item_bytes / 16; piece += 32) to[piece] = make_uint4(0, 0, 0, 0);
+    char* const to = static_cast<char*>(matrix.data) + at * item_bytes;
+    for (int i = 16 * (threadIdx.x % 32); i < columns * item_bytes; i += 16 * 32) store_global_16(to + i, {0, 0, 0, 0});
   }
 }
 
@@ -216,15 +227,17 @@ backward_few_rows_sm90(const __grid_constant__ Problem problem, const __grid_con
       hold(dq_flat);
       if (lane.index == 0) ring.release(own_slot);
       if (output.as_float32) {
+        if (lane.index == 0) ring.release(other_slot);
         write_gradient<Element>(dk[0], factor, own_dk, true, keys, 0, first_key + warp_row, 0, columns, lane);
       } else {
-        const u32 slice = ring.slice(other_slot);
-        write_rows(dk[0], factor[0][0], shared + (slice - own_tile), slice, warp_row, head_rows<Element>(own_dk, s.batch_index, head, first_key),
-                   own_dk.row_stride, s.k_rows - first_key, columns, lane);
+        Pieces pieces(warp_row, lane);
+        scale_all(dk[0], factor[0][0]);
+        pieces.take(dk[0], ring.slice(other_slot), warp_row, lane);
         proxy_fence();
         __syncwarp();
+        if (lane.index == 0) ring.release(other_slot);
+        pieces.write(head_rows<Element>(own_dk, s.batch_index, head, first_key), own_dk.row_stride, s.k_rows - first_key, columns);
       }
-      if (lane.index == 0) ring.release(other_slot);
       for (int i = 0; i < 2 * (kConsumers - 1); ++i) at.advance();
     }
 
