@@ -4,8 +4,8 @@
 //
 // The rows of all query heads that share a key head fit one tile of 64, so that keys are read once and dK is written once: the time
 // that this takes is the floor. A block keeps the rows and walks through its share of the keys in tiles of 64. One producer thread
-// keeps the ring full; two consumer warpgroups take the tiles in turn and never wait for each other: while one computes or writes,
-// the other does too, and the next tiles arrive.
+// keeps the ring full; two consumer warpgroups take the tiles in turn and never wait for each other: while one waits for its products,
+// the other takes exponentials or writes, and the next tiles arrive.
 // Rows are queries: their statistics are registers, and dS goes to dQ from registers and to dK through shared memory. dK of a tile
 // is complete at once. It leaves in whole lines, by way of the slice that the other side's keys were in. dQ stays in registers to
 // the end, and is added to float32 sums in memory (write_dq.cu turns these into the gradient); the order of these sums is open.

@@ -69,22 +69,19 @@ def _few_rows(problem: Problem, side: int, device: DeviceInfo) -> Launch | None:
     spec = choose(tiles_sm90.few_rows(problem, side), device)
     own, other = (problem.heads_k1, problem.heads_k2)[:: 3 - 2 * side]
     blocks, dq_tiles = problem.batch * own, _blocks(problem, "q", side, tiles_sm90.DQ_ROWS)
-    rows = problem.heads // own * problem.seqlen_q
-    if problem.packed or not 0 < rows <= spec.tile.rows or own % other or not blocks:
+    rows, key_tiles = problem.heads // own * problem.seqlen_q, -(-problem.seqlen_k // spec.tile.streamed)
+    if problem.packed or not blocks or not 0 < rows <= spec.tile.rows or own % other or 2 * key_tiles < spec.tile.stages:
         return None
-    splits = _key_splits(blocks, spec, problem.seqlen_k, device)
-    return splits and Launch(
-        spec, "q", (blocks, splits), tiles_sm90.write_dq_row(problem, side), dq_tiles, _sums_bytes(problem, side, dq_tiles)
-    )
+    grid = blocks, _key_splits(blocks, key_tiles, spec, device)
+    return Launch(spec, "q", grid, tiles_sm90.write_dq_row(problem, side), dq_tiles, _sums_bytes(problem, side, dq_tiles))
 
 
-def _key_splits(blocks: int, spec: Specialisation, keys: int, device: DeviceInfo) -> int:
-    """Into how many blocks each is split over the keys, to fill whole waves of one block a multiprocessor; 0 where keys do not fill a
-    ring. A block starts with an empty ring and ends with adding its dQ to the sums: as if it had twice as many tiles more as the
-    ring takes."""
-    tiles, ring = -(-keys // spec.tile.streamed), spec.tile.stages // 2
-    candidates = range(1, min(tiles // ring, device.multiprocessors) + 1)
-    return min(candidates, key=lambda n: -(-blocks * n // device.multiprocessors) * (-(-tiles // n) + 2 * ring), default=0)
+def _key_splits(blocks: int, key_tiles: int, spec: Specialisation, device: DeviceInfo) -> int:
+    """Into how many blocks each is split over the keys, so that whole waves of one block a multiprocessor are full. A block starts
+    with an empty ring and ends with adding its dQ to the sums: as if it had twice as many tiles more as the ring takes. Each of its
+    warpgroups has a tile."""
+    candidates = range(1, min(key_tiles // tiles_sm90.CONSUMERS, device.multiprocessors) + 1)
+    return min(candidates, key=lambda n: -(-blocks * n // device.multiprocessors) * (-(-key_tiles // n) + spec.tile.stages))
 
 
 def _sums_bytes(problem: Problem, side: int, dq_tiles: int) -> int:
