@@ -16,6 +16,10 @@ __device__ __forceinline__ i64 dq_tile(const Problem& problem, const Sequence& s
   return (static_cast<i64>(s.batch_index) * problem.heads + head) * tiles + first + tile;
 }
 
+// Where in a tile the sums of a row's columns lane.column and lane.column + 1 lie; those of the next eight columns follow a step on.
+constexpr int kDqPairStep = 512;
+__device__ __forceinline__ int dq_pair(int row, const Lane& lane) { return 4 * (row / 16 * 32 + row % 8 * 4 + lane.column / 2) + 2 * (row / 8 % 2); }
+
 // The weights of rows are divided by this before dS is rounded, and the gradients multiplied by it. bfloat16 has float32's range;
 // for float16 the host sees to it that every row has the same weight, and the unit is a power of two near that.
 template <typename Element, int kSide>

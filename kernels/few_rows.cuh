@@ -1,49 +1,47 @@
-// All query rows that see the same keys, as one tile: row r of it is query r % seqlen_q of head first_head + r / seqlen_q.
-//
-// In the row arrays they are neighbours, so that the rows of all tiles, one behind the other, are the row arrays. Not for packed
-// sequences.
+// All query rows that see the same keys, as one tile: row r of it is query r % q_rows of head first_head + r / q_rows. In the row
+// arrays they are neighbours. Not for packed sequences.
 #pragma once
 
 constexpr int kFewRows = 64;
 
-struct FewRows {
-  i64 all_rows;  // of all tiles
-  int heads;     // of a tile: they share their keys on both sides
-  int splits;    // blocks of a tile, each over a part of the keys
-};
-
 struct FewRowsTile {
   Sequence sequence;
   Band band;
-  int first_head;
-  int count;
-  i64 first_row;  // in the row arrays
-
-  __device__ __forceinline__ int query(int row) const { return row % sequence.q_rows; }
+  int first_head, heads;
 };
 
-__device__ __forceinline__ FewRowsTile few_rows_tile(const Problem& problem, const FewRows& few, i64 tile) {
-  const int tiles = problem.heads / few.heads;  // of a sequence
+// `heads` of a tile divide the problem's; tiles count heads first, then sequences.
+__device__ __forceinline__ FewRowsTile few_rows_tile(const Problem& problem, int tile, int heads) {
+  const int tiles = problem.heads / heads;  // of a sequence
   FewRowsTile t;
-  t.sequence = sequence(problem, static_cast<int>(tile / tiles));
+  t.sequence = sequence(problem, tile / tiles);
   t.band = band(problem, t.sequence);
-  t.first_head = static_cast<int>(tile % tiles) * few.heads;
-  t.count = few.heads * t.sequence.q_rows;
-  t.first_row = tile * t.count;
+  t.first_head = tile % tiles * heads;
+  t.heads = heads;
   return t;
 }
 
-// The rows as an operand in shared memory, by kThreads threads from 0 on, asynchronously; zeros where there are none.
+struct QueryRow {
+  int head, index;
+  Span keys;  // that it sees: none where there is no such row
+};
+
+__device__ __forceinline__ QueryRow query_row(const FewRowsTile& tile, int row) {
+  const int head = row / tile.sequence.q_rows, index = row % tile.sequence.q_rows;
+  const bool valid = head < tile.heads && index < tile.sequence.q_valid;
+  return {tile.first_head + head, index, valid ? Span{tile.band.first_key(index), tile.band.end_key(index)} : Span{0, 0}};
+}
+
+// One side's queries as an operand, by kThreads threads from 0 on, asynchronously. A row that sees nothing may hold NaN: zeros.
 template <typename Element, int kHeadDim, int kThreads>
-__device__ __forceinline__ void copy_few_rows_async(u32 operand, const Matrix& queries, int columns, const FewRowsTile& tile) {
-  using Layout = TileLayout<Element, kChunk>;
-  constexpr int kAccesses = kFewRows * chunks_of(kHeadDim) * Layout::kChunks;
-  const Element* first = head_rows<Element>(queries, tile.sequence.batch_index, tile.first_head, 0);
-  for (int i = threadIdx.x; i < kAccesses; i += kThreads) {
-    const int row = i / Layout::kChunks % kFewRows, chunk = i % Layout::kChunks, c = i / (kFewRows * Layout::kChunks);
-    const int column = c * kChunk + chunk * Layout::kPerChunk, query = tile.query(row);
-    const bool inside = row < tile.count && query < tile.sequence.q_valid && column < columns;
-    const Element* source = inside ? first + row / tile.sequence.q_rows * queries.head_stride + query * queries.row_stride + column : first;
-    copy_async_16(operand + c * kFewRows * kChunkRowBytes + Layout::offset(row, chunk), source, inside);
+__device__ __forceinline__ void copy_few_rows_async(u32 operand, const Matrix& queries, const FewRowsTile& tile, int columns) {
+  constexpr int kPieces = chunks_of(kHeadDim) * kChunkRowBytes / 16;
+  for (int i = threadIdx.x; i < kFewRows * kPieces; i += kThreads) {
+    const int row = i / kPieces, piece = i % kPieces;
+    const QueryRow query = query_row(tile, row);
+    const bool inside = !query.keys.empty() && 8 * piece < columns;
+    const Element* from = head_rows<Element>(queries, tile.sequence.batch_index, inside ? query.head : 0, inside ? query.index : 0);
+    copy_async_16(operand + piece / 8 * kFewRows * kChunkRowBytes + TileLayout<Element, kChunk>::offset(row, piece % 8),
+                  from + (inside ? 8 * piece : 0), inside);
   }
 }

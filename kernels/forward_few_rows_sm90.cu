@@ -30,6 +30,12 @@ constexpr int kSliceBytes = kKeys * kChunkRowBytes * chunks_of(HEAD_DIM1 > HEAD_
 static_assert(kKeys % 8 == 0, "a swizzled operand starts at a multiple of 1024 bytes");
 static_assert(STAGES % 2 == 0, "a key tile is two slices");
 
+struct FewRows {
+  i64 all_rows;  // of the problem
+  int heads;     // of a tile: they share their keys on both sides
+  int splits;    // blocks of a tile, each over a part of the keys
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 forward_few_rows_sm90(const __grid_constant__ Problem problem, const __grid_constant__ FewRows few, const __grid_constant__ RowStatsArrays partial,
                       const __grid_constant__ TensorMap k1_map, const __grid_constant__ TensorMap k2_map) {
@@ -39,7 +45,7 @@ forward_few_rows_sm90(const __grid_constant__ Problem problem, const __grid_cons
   const Ring<STAGES, kSliceBytes> ring(q2_tile + kQuery2Bytes);
 
   // Whose rows, and which keys they see.
-  const FewRowsTile rows = few_rows_tile(problem, few, blockIdx.x / few.splits);
+  const FewRowsTile rows = few_rows_tile(problem, static_cast<int>(blockIdx.x / few.splits), few.heads);
   const Sequence& s = rows.sequence;
   const int split = static_cast<int>(blockIdx.x % few.splits);
   const Span tiles = share_of(keys_seen_by_some(rows.band, 0, s.q_valid), kKeys, split, few.splits);
@@ -70,8 +76,8 @@ forward_few_rows_sm90(const __grid_constant__ Problem problem, const __grid_cons
     }
   } else {
     // Consumers.
-    copy_few_rows_async<Element, HEAD_DIM1, 128 * kConsumers>(q1_tile, problem.q1, problem.head_dim1, rows);
-    copy_few_rows_async<Element, HEAD_DIM2, 128 * kConsumers>(q2_tile, problem.q2, problem.head_dim2, rows);
+    copy_few_rows_async<Element, HEAD_DIM1, 128 * kConsumers>(q1_tile, problem.q1, rows, problem.head_dim1);
+    copy_few_rows_async<Element, HEAD_DIM2, 128 * kConsumers>(q2_tile, problem.q2, rows, problem.head_dim2);
     copy_async_commit();
     copy_async_wait<0>();
     proxy_fence();  // what ordinary copies wrote, the tensor cores read
@@ -111,21 +117,21 @@ forward_few_rows_sm90(const __grid_constant__ Problem problem, const __grid_cons
       } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int query = rows.query(warp_row + 8 * half + lane.row);
-          hide_outside(scores1, scores2, half, rows.band.first_key(query) - first_key, rows.band.end_key(query) - first_key, lane);
+          const Span keys = query_row(rows, warp_row + 8 * half + lane.row).keys;
+          hide_outside(scores1, scores2, half, keys.begin - first_key, keys.end - first_key, lane);
         }
         update_optimistic<true>(online, s1, s2, problem.log2_scale1, problem.log2_scale2);
       }
     }
 
     // Rows.
-    const i64 part = static_cast<i64>(split) * kConsumers + warpgroup;
+    const i64 part = static_cast<i64>(split) * kConsumers + warpgroup, first = row_arrays_offset(problem, s, rows.first_head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = warp_row + 8 * half + lane.row;
       join_quad(online[half]);
-      if (rows.query(row) >= s.q_valid) online[half].clear();
-      if (lane.column == 0 && row < rows.count) store(partial, part * few.all_rows + rows.first_row + row, finish(online[half]));
+      if (query_row(rows, row).keys.empty()) online[half].clear();
+      if (lane.column == 0 && row < rows.heads * s.q_rows) store(partial, part * few.all_rows + first + row, finish(online[half]));
     }
   }
 }

@@ -19,6 +19,12 @@ __device__ __forceinline__ void turn_give(int number) { asm volatile("bar.arrive
 __device__ __forceinline__ void store_shared_16(u32 to, u32 word) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(word) : "memory");
 }
+__device__ __forceinline__ void load_shared_16(u32 (&words)[4], u32 from) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void store_global_16(void* to, const u32 (&words)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+}
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

@@ -26,6 +26,7 @@ CASES = {
     "fused": {"n": (330, 900), "d": (64, 128), "heads_k": (4, 4), "batch": 1},
     "split over the keys": {"n": (70, 900), "d": (128, 128), "batch": 1},
     "few rows": {"n": (3, 1100), "d": (128, 64), "batch": 1, "heads": 4, "heads_k": (1, 2), "causal": True},
+    "few rows, padded": {"n": (3, 1100), "d": (64, 64), "batch": 2, "causal": True, "seqlens_q": [3, 2], "seqlens_k": [1100, 70]},
     "hostile vectors": {"n": (70, 90), "batch": 2, "d": (64, 64), "seqlens_q": [-5, 1 << 30], "seqlens_k": [1 << 30, -1]},
 }
 WIDE = {"n": (40, 70), "batch": 1, "heads": 2, "heads_k": (1, 2), "causal": True}
@@ -38,6 +39,7 @@ def main() -> int:
         for dtype in ("float16", "bfloat16"):
             one(backend, f"{name}, {dtype}", make(31, dtype, **{"batch": 2, **sizes}), hostile="hostile" in name)
     one(backend, "fused, float16, one weight", make(34, "float16", **{**CASES["fused"]}), weighted=False)
+    one(backend, "few rows, float16, one weight", make(36, "float16", **{**CASES["few rows"]}), weighted=False)
     one(backend, "deterministic", make(35, "bfloat16", **{**CASES["fused"]}), deterministic=True)
     for dtype, d in (("float32", (40, 24)), ("float16", (320, 40)), ("float16", (256, 192))):
         one(backend, f"wide, {dtype}, {d}", make(32, dtype, d=d, **WIDE))

@@ -18,7 +18,7 @@ from .specialisation import Specialisation, choose
 
 class Launch(NamedTuple):
     spec: Specialisation
-    own: str  # "q" or "k": whose gradients; the other side streams by
+    own: str  # "q" or "k": whose rows the blocks own, and whose gradients, unless fused; the others stream by
     grid: tuple[int, ...]
     write_dq: Specialisation | None = None
     """Of a fused launch: what turns its sums into dQ, with a block for each of their tiles."""
@@ -34,8 +34,8 @@ def plan(problem: Problem, wrt: tuple[str, ...], device_index: int, tensor_maps:
     result = []
     if fuse and hopper:
         for side in (1, 2):
-            step = _fused(problem, side, device) if {f"q{side}", f"k{side}"} <= set(wrt) else None
-            if step:
+            wanted = {f"q{side}", f"k{side}"} <= set(wrt)
+            if wanted and (step := _few_rows(problem, side, device) or _fused(problem, side, device)):
                 result.append(step)
                 wrt = tuple(n for n in wrt if n[1] != str(side))
     for own, sides in tiles.launches(problem, wrt, one_side=hopper):
@@ -60,8 +60,32 @@ def _fused(problem: Problem, side: int, device: DeviceInfo) -> Launch | None:
     blocks, dq_tiles = _blocks(problem, "k", side, spec.tile.rows), _blocks(problem, "q", side, tiles_sm90.DQ_ROWS)
     if not blocks or not dq_tiles or (2 * blocks < device.multiprocessors and blocks < dq_tiles):
         return None
-    sums = 4 * dq_tiles * tiles_sm90.DQ_ROWS * tiles_sm90.dq_columns(problem, side)
-    return Launch(spec, "k", (blocks,), write, dq_tiles, sums)
+    return Launch(spec, "k", (blocks,), write, dq_tiles, _sums_bytes(problem, side, dq_tiles))
+
+
+def _few_rows(problem: Problem, side: int, device: DeviceInfo) -> Launch | None:
+    """The fused launch that reads every key once. None where the query rows that share a key head are more than its tile takes or
+    differ in the other side's key head, where segments are packed, and where keys are too few to fill a ring."""
+    spec = choose(tiles_sm90.fused_few_rows(problem, side), device)
+    own, other = (problem.heads_k1, problem.heads_k2)[:: 3 - 2 * side]
+    blocks, dq_tiles = problem.batch * own, _blocks(problem, "q", side, tiles_sm90.DQ_ROWS)
+    rows, key_tiles = problem.heads // own * problem.seqlen_q, -(-problem.seqlen_k // spec.tile.streamed)
+    if problem.packed or not blocks or not 0 < rows <= spec.tile.rows or own % other or 2 * key_tiles < spec.tile.stages:
+        return None
+    grid = blocks, _key_splits(blocks, key_tiles, spec, device)
+    return Launch(spec, "q", grid, tiles_sm90.write_dq_row(problem, side), dq_tiles, _sums_bytes(problem, side, dq_tiles))
+
+
+def _key_splits(blocks: int, key_tiles: int, spec: Specialisation, device: DeviceInfo) -> int:
+    """Into how many blocks each is split over the keys, so that whole waves of one block a multiprocessor are full. A block starts
+    with an empty ring and ends with adding its dQ to the sums: as if it had twice as many tiles more as the ring takes. Each of its
+    warpgroups has a tile."""
+    candidates = range(1, min(key_tiles // tiles_sm90.CONSUMERS, device.multiprocessors) + 1)
+    return min(candidates, key=lambda n: -(-blocks * n // device.multiprocessors) * (-(-key_tiles // n) + spec.tile.stages))
+
+
+def _sums_bytes(problem: Problem, side: int, dq_tiles: int) -> int:
+    return 4 * dq_tiles * tiles_sm90.DQ_ROWS * tiles_sm90.dq_columns(problem, side)
 
 
 def workspace_bytes(problem: Problem, wrt, dtype, deterministic: bool, device_index: int) -> int:

@@ -33,6 +33,12 @@ DK = (Tile(8, 1, 64, 8, 1, "128 keys; two warpgroups take query tiles in turn, a
 FUSED = (Tile(8, 1, 64, 6, 1, "128 keys; two warpgroups take query tiles in turn, a third keeps dK"),)
 """dQ and dK of one side in one launch. On an H200 it wins wherever the order of its sums may be open."""
 
+FUSED_FEW_ROWS = (
+    Tile(4, 1, 64, 20, 1, "the query rows of a key head in one tile; two warpgroups take key tiles in turn, the others are on their way"),
+    Tile(4, 1, 64, 10, 1, "the same where slices are two chunks of columns wide"),
+)
+"""dQ and dK of one side in one launch that reads every key once: where few query rows share a key head."""
+
 HEAD_DIM = 128
 """Wider operands would not fit the registers that hold one side's."""
 FEW_ROWS_KEYS, FEW_ROWS_CONSUMERS = 1024, 2
@@ -75,6 +81,13 @@ def fused_rows(problem: Problem, side: int) -> list[Specialisation]:
     return [_dk_row(problem.dtype, *dims, side, t, with_dq=True) for t in FUSED]
 
 
+def fused_few_rows(problem: Problem, side: int) -> list[Specialisation]:
+    """The same where all query rows that share a key head are one tile, and keys are many."""
+    dims = [head_dim_class(problem.head_dim1), head_dim_class(problem.head_dim2)]
+    dims[side - 1] = dq_columns(problem, side)
+    return [_fused_few_rows_row(problem.dtype, *dims, side, t) for t in FUSED_FEW_ROWS]
+
+
 def dq_columns(problem: Problem, side: int) -> int:
     """Columns of the dQ sums: at most a chunk of them, or two whole ones."""
     columns = head_dim_class((problem.head_dim1, problem.head_dim2)[side - 1])
@@ -110,6 +123,7 @@ def every_row(dtype: str, d1: int, d2: int) -> Iterator[Specialisation]:
         for own in "qk":
             yield from backward_rows(problem, own, side)
         yield from fused_rows(problem, side)
+        yield from fused_few_rows(problem, side)
         yield write_dq_row(problem, side)
 
 
@@ -147,6 +161,13 @@ def _dk_row(dtype: str, d1: int, d2: int, side: int, tile: Tile, with_dq: bool) 
     staging = 4 * DQ_ROWS * min((d1, d2)[side - 1], 64) if with_dq else 0
     shared += CONSUMERS * (_slice_bytes(DQ_ROWS, tile.rows) + staging + DQ_ROWS * ROW_TERMS_BYTES + 2 * UNIT_BYTES + 4 * BARRIER_BYTES)
     return Specialisation("backward_sm90.cu", "backward_sm90", tile, defines, shared, DK_SPILL_BUDGET, True, 2 * WARPGROUP)
+
+
+def _fused_few_rows_row(dtype: str, d1: int, d2: int, side: int, tile: Tile) -> Specialisation:
+    defines = (("ELEMENT", ELEMENTS[dtype]), ("SIDE", side), ("HEAD_DIM1", d1), ("HEAD_DIM2", d2), ("STAGES", tile.stages))
+    shared = _ring_bytes(tile, d1, d2) + _slice_bytes(tile.rows, d1) + _slice_bytes(tile.rows, d2)
+    shared += CONSUMERS * _slice_bytes(tile.rows, tile.streamed)
+    return Specialisation("backward_few_rows_sm90.cu", "backward_few_rows_sm90", tile, defines, shared, SPILL_BUDGET, True, 2 * WARPGROUP)
 
 
 def _slice_bytes(rows: int, columns: int) -> int:

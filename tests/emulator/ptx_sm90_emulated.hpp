@@ -38,6 +38,11 @@ inline void store_shared_16(u32 to, u32 word) {
   for (int i = 0; i < 4; ++i) std::memcpy(emulated::block.shared + to + 4 * i, &word, 4);
   emulated::mark_stored(to);
 }
+inline void load_shared_16(u32 (&words)[4], u32 from) { std::memcpy(words, emulated::read_piece("load_shared_16", from), 16); }
+inline void store_global_16(void* to, const u32 (&words)[4]) {
+  if (reinterpret_cast<std::uintptr_t>(to) % 16 != 0) emulated::fail("store_global_16 to %p, no multiple of 16 bytes", to);
+  std::memcpy(to, words, 16);
+}
 inline void store_shared_4(u32 to, float a, float b, float c, float d) {
   emulated::check_piece("store_shared_4", to);
   const float values[] = {a, b, c, d};
