@@ -217,7 +217,7 @@ def _check_matrices(views, layout) -> None:
         if view.shape[row_axis] > MAX_SEQLEN:
             raise ValueError(f"{name} has {view.shape[row_axis]} rows; it takes at most {MAX_SEQLEN}")
         if view.shape[head_axis] < 1:
-            raise ValueError(f"{name} has no heads: shape {view.shape} in layout {layout!r}")
+            raise ValueError(f"{name} has shape {view.shape}, no heads in layout {layout!r}; it takes at least one")
         if batch_axis is not None and view.shape[batch_axis] != q1.shape[batch_axis]:
             raise ValueError(f"{name} has batch {view.shape[batch_axis]} and q1 {q1.shape[batch_axis]}; all four take one batch")
     for side in "12":
@@ -225,7 +225,7 @@ def _check_matrices(views, layout) -> None:
         if q.shape[-1] != k.shape[-1]:
             raise ValueError(f"q{side} has head dimension {q.shape[-1]} and k{side} {k.shape[-1]}; the two take the same")
         if q1.shape[head_axis] % k.shape[head_axis]:
-            raise ValueError(f"k{side} has {k.shape[head_axis]} heads, which do not divide the {q1.shape[head_axis]} query heads")
+            raise ValueError(f"k{side} has {k.shape[head_axis]} heads and q1 {q1.shape[head_axis]}; it takes a number that divides them")
     q2, k1, k2 = views["q2"], views["k1"], views["k2"]
     if q2.shape[head_axis] != q1.shape[head_axis]:
         raise ValueError(f"q2 has {q2.shape[head_axis]} heads and q1 {q1.shape[head_axis]}; both sides take the same number of query heads")

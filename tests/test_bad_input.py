@@ -62,7 +62,7 @@ INPUTS = [
     ("k1", zeros(2, 2, 7, 9), ValueError, "q1 has head dimension 8 and k1 9"),
     ("k1", zeros(3, 2, 7, 8), ValueError, "k1 has batch 3"),
     ("k1", zeros(2, 3, 7, 8), ValueError, "k1 has 3 heads"),
-    ("k1", zeros(2, 0, 7, 8), ValueError, "k1 has no heads"),
+    ("k1", zeros(2, 0, 7, 8), ValueError, "k1 has shape .*, no heads"),
     ("q2", zeros(2, 2, 5, 16), ValueError, "q2 has 2 heads"),
     ("q2", zeros(2, 4, 6, 16), ValueError, "q2 has 6 rows"),
     ("k2", zeros(2, 1, 8, 16), ValueError, "k2 has 8 rows"),
@@ -137,6 +137,9 @@ def test_options(options, error, message):
     with pytest.raises(error, match=message):
         skl.forward(**arrays(), **options, out=state)
     assert untouched(state)
+    for function in (skl.workspace_size, skl.warmup, skl.explain):
+        with pytest.raises(error, match=message):
+            function(**arrays(), **options)
 
 
 PACKED_OPTIONS = [
@@ -157,8 +160,9 @@ PACKED_OPTIONS_ON_HOST = [
 
 @pytest.mark.parametrize(("options", "error", "message"), PACKED_OPTIONS + PACKED_OPTIONS_ON_HOST)
 def test_packed_options(options, error, message):
-    with pytest.raises(error, match=message):
-        skl.forward(**arrays(PACKED), layout="thd", **options)
+    for function in (skl.forward, skl.workspace_size, skl.warmup, skl.explain):
+        with pytest.raises(error, match=message):
+            function(**arrays(PACKED), layout="thd", **options)
 
 
 FOREIGN = {
@@ -202,6 +206,38 @@ def test_arguments_of_other_libraries(name, advice):
 def test_arguments_of_backward_are_no_arguments_of_forward(name):
     with pytest.raises(TypeError, match=rf"forward\(\) does not support {name}: it is an argument of backward"):
         skl.forward(**arrays(), **{name: None})
+    with pytest.raises(TypeError, match=rf"merge\(\) does not support {name}: it is an argument of backward"):
+        skl.merge([], **{name: None})
+
+
+@pytest.mark.parametrize(("name", "advice"), (FOREIGN | {"grad_output": "use grad_kl", "create_graph": "no second derivatives"}).items())
+def test_arguments_of_other_libraries_to_backward_and_merge(name, advice):
+    state = poisoned_state()
+    calls = {"merge": lambda **given: skl.merge([state.rows], **given), "backward": lambda **given: skl.backward(state, **given)}
+    for function, call in calls.items():
+        if name == "grad_kl" and function == "backward":
+            continue
+        with pytest.raises(TypeError, match=rf"{function}\(\).*{name}.*") as caught:
+            call(**{name: 0.0})
+        assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize("name", inspect.signature(skl.Problem.check).parameters)
+def test_arguments_of_forward_are_no_arguments_of_backward_and_merge(name):
+    state = poisoned_state()
+    for function, call in (
+        ("backward", lambda: skl.backward(state, **{name: None})),
+        ("merge", lambda: skl.merge([state.rows], **{name: None})),
+    ):
+        with pytest.raises(TypeError, match=rf"{function}\(\) does not support {name}: it is an argument of forward"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["out", "workspace", "stream"])
+def test_what_plans_a_call_takes_nothing_to_write_to(name):
+    for function in (skl.workspace_size, skl.warmup, skl.explain):
+        with pytest.raises(TypeError, match=rf"{function.__name__}\(\) does not support {name}: it is an argument of forward"):
+            function(**arrays(), **{name: None})
 
 
 def test_all_advice_is_given_under_its_own_name_too():
@@ -300,8 +336,17 @@ def test_stream_with_cpu_arrays():
     for stream, error in ((0, ValueError), (-1, ValueError), ("0", TypeError), (True, TypeError)):
         with pytest.raises(error, match="stream is"):
             skl.forward(**arrays(), stream=stream)
+        _, state = skl.forward(**arrays())
         with pytest.raises(error, match="stream is"):
-            skl.backward(skl.forward(**arrays())[1], stream=stream)
+            skl.backward(state, stream=stream)
+        with pytest.raises(error, match="stream is"):
+            skl.merge([state.rows], stream=stream)
+
+
+@pytest.mark.parametrize(("make", "given"), [(skl.RowStats, 6), (skl.RowStats, 4), (skl.KLState, 2), (skl.KLState, 5), (skl.Gradients, 5)])
+def test_constructors_take_their_own_number_of_parts(make, given):
+    with pytest.raises(TypeError, match="argument"):
+        make(*range(given))
 
 
 @pytest.mark.parametrize("name", SIDES[1:])
@@ -372,6 +417,7 @@ BACKWARD = [
 ]
 BACKWARD_ON_HOST = [
     ({"grad_kl": np.array(True)}, TypeError, "grad_kl has dtype bool"),
+    ({"grad_kl": np.ma.masked_array(1.0)}, TypeError, "grad_kl is a masked array"),
     ({"grad_kl": np.array(None)}, TypeError, "grad_kl has dtype object"),
     ({"grad_kl": np.array(1e39)}, ValueError, "grad_kl is 1e\\+39"),
     ({"grad_kl": Legacy(zeros(2, 4, 5), device=(2, 0))}, ValueError, "grad_kl is on cuda:0 and q1 on cpu"),
@@ -387,6 +433,15 @@ def test_backward(options, error, message):
     with pytest.raises(error, match=message):
         skl.backward(state, **options, out=out)
     assert np.isnan(out.q2).all() and np.isnan(out.k2).all()
+
+
+@pytest.mark.parametrize(("options", "error", "message"), [row for row in BACKWARD if not {"grad_kl"} & row[0].keys()])
+def test_options_of_backward_where_a_call_is_planned(options, error, message):
+    takes = {skl.workspace_size: {"wrt", "deterministic"}, skl.warmup: {"wrt", "dtype"}, skl.explain: {"wrt", "dtype"}}
+    for function, names in takes.items():
+        if options.keys() <= names and not (function is skl.workspace_size and options.get("wrt", 0) is None):
+            with pytest.raises(error, match=message):
+                function(**arrays(), **options)
 
 
 @pytest.mark.parametrize("grad", [zeros(2, 4, 5), zeros(2)])
@@ -433,7 +488,7 @@ def test_out_of_backward_on_rows_and_weights():
     out = skl.Gradients(q2=pool[:320].reshape(2, 4, 5, 8))
     with pytest.raises(ValueError, match=r"out\.q2 overlaps grad_kl"):
         skl.backward(state, pool[310:350].reshape(2, 4, 5), wrt="q2", out=out)
-    with pytest.raises(ValueError, match=r"out\.q2 overlaps kl"):
+    with pytest.raises(ValueError, match=r"out\.q2 overlaps state\.rows\.kl"):
         skl.backward(replaced(state, kl=pool[310:350].reshape(2, 4, 5)), wrt="q2", out=out)
     both = skl.Gradients(q2=pool[:320].reshape(2, 4, 5, 8), k2=pool[8:328].reshape(2, 4, 5, 8))
     with pytest.raises(ValueError, match=r"out\.q2 overlaps out\.k2"):

@@ -100,6 +100,9 @@ def test_options(device, given, options, error, message):
     good, options = given(), moved(device, options)
     with refused(device, error, message, *written):
         skl.forward(**good, **options, out=state)
+    for function in (skl.workspace_size, skl.warmup, skl.explain):
+        with refused(device, error, message):
+            function(**good, **options)
 
 
 @pytest.mark.parametrize(("options", "error", "message"), tables.PACKED_OPTIONS)
