@@ -93,6 +93,18 @@ def test_packed_sequences():
     near(names["kl"], reference.forward(*inputs(names), layout="thd", causal=True, **ends).kl)
 
 
+@pytest.mark.parametrize("side", "12")
+def test_gradients_for_the_scales(side):
+    """As the table of what the library does not do says, against a difference quotient."""
+    names, step = recipe("Reverse KL"), 1e-4
+    given, scale = inputs(names), 32**-0.5
+    _, state = skl.forward(*given)
+    assert "(grads.q1 * q1).sum() / scale1" in section("What it does not do")
+    got = (getattr(skl.backward(state, wrt=f"q{side}"), f"q{side}") * names[f"q{side}"]).sum() / scale
+    ahead, behind = (reference.forward(*given, **{f"scale{side}": scale * (1 + off)}).kl.sum() for off in (step, -step))
+    assert got == pytest.approx((ahead - behind) / (2 * step * scale), rel=1e-4)
+
+
 def test_few_rows_and_many_keys():
     names = recipe("Few rows, many keys")
     q1, k1, q2, k2 = inputs(names)
