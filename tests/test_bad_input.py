@@ -4,6 +4,8 @@ The tables hold for any device, and tests/gpu/test_bad_input.py runs them on one
 read on the host alone, and about what only CPU arrays can be.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -425,6 +427,10 @@ def test_out_of_backward_on_the_reduced(at):
     assert not pool.any()
 
 
+def other_problem(state, **fields):
+    return dataclasses.replace(state, problem=dataclasses.replace(state.problem, **fields))
+
+
 STATES = [
     (lambda s: s.rows, TypeError, "state is a RowStats"),
     (lambda s: None, TypeError, "state is a NoneType"),
@@ -434,6 +440,18 @@ STATES = [
     (lambda s: skl.KLState(s.rows, s.problem, s.inputs._replace(k2=None)), TypeError, "k2 is None"),
     (lambda s: skl.KLState(s.rows, s.problem, s.inputs._replace(k1=zeros(2, 4, 7, 8))), ValueError, "state.inputs make"),
     (lambda s: skl.KLState(s.rows, s.problem, s.inputs._replace(seqlens_k=ints(1, 1))), ValueError, "state.inputs make"),
+    (lambda s: other_problem(s, scale1=-1.0), ValueError, "scale1 is -1.0"),
+    (lambda s: other_problem(s, scale2="1"), TypeError, "scale2 is a str"),
+    (lambda s: other_problem(s, layout="bhdn"), ValueError, "layout is 'bhdn'"),
+    (lambda s: other_problem(s, reduction=None), TypeError, "reduction is None"),
+    (lambda s: other_problem(s, causal=1), TypeError, "causal is a int"),
+    (lambda s: other_problem(s, window=(-2, 0)), ValueError, "window is"),
+    (lambda s: other_problem(s, q_offset=0.5), TypeError, "q_offset is a float"),
+    (lambda s: other_problem(s, q_offset="vector"), ValueError, "state.inputs make"),
+    (lambda s: other_problem(s, heads=3), ValueError, "state.inputs make"),
+    (lambda s: other_problem(s, dtype="float16"), ValueError, "state.inputs make"),
+    (lambda s: other_problem(s, has_seqlens_q=True), ValueError, "state.inputs make"),
+    (lambda s: s.with_rows(None), TypeError, "state.rows is a NoneType"),
     (lambda s: replaced(s, kl=zeros(2, 4, 6)), ValueError, "state.rows.kl has shape"),
     (lambda s: replaced(s, kl=zeros(2, 4, 5, dtype=np.float16)), TypeError, "state.rows.kl has dtype float16"),
     (lambda s: replaced(s, ref1=zeros(2, 4, 10)[..., ::2]), ValueError, "state.rows.ref1 has strides"),
@@ -445,6 +463,15 @@ def test_states(change, error, message):
     _, state = skl.forward(**arrays())
     with pytest.raises(error, match=message):
         skl.backward(change(state))
+
+
+@pytest.mark.parametrize("reduced", [3, "mean", (zeros(),), (zeros(), zeros(), zeros()), {"value": 1}], ids=str)
+def test_reduced_values_of_a_state(reduced):
+    _, state = skl.forward(**arrays(), reduction="mean")
+    out = skl.Gradients(q2=np.full((2, 4, 5, 16), np.nan, np.float32))
+    with pytest.raises(TypeError, match=r"state\.reduced is .*; it takes None or \(value, factor\)"):
+        skl.backward(dataclasses.replace(state, reduced=reduced), wrt="q2", out=out)
+    assert np.isnan(out.q2).all()
 
 
 MERGES = [

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
+from streamkl_cupy.gpu import plans
 from streamkl_cupy.problem import Problem
 
-plans = pytest.importorskip("streamkl_cupy.gpu.plans")
 pytest.importorskip("cupy")
 
-from streamkl_cupy.gpu import backward, forward  # noqa: E402
-from streamkl_cupy.gpu.device import DeviceInfo  # noqa: E402
+from streamkl_cupy.gpu import backward, forward
+from streamkl_cupy.gpu.device import DeviceInfo
 
 DEVICES = {
     "portable": DeviceInfo("some A100", (8, 0), "sm_80", 108, 163 << 10, 164 << 10),
