@@ -16,10 +16,7 @@ from .arrays import view
 from .explain import Explanation
 from .frameworks import framework_for, stream_pointer
 from .inputs import Call
-from .problem import Problem
 from .state import Array, Gradients, KLState, RowStats
-
-OPTIONS = frozenset(Problem.check.__kwdefaults__)
 
 
 def forward(
@@ -109,6 +106,7 @@ def backward(
     out: Gradients | None = None,
     workspace: Array | None = None,
     stream: Any = None,
+    **foreign,
 ) -> Gradients:
     """Gradients of `sum(grad_kl * kl)` with respect to any of the inputs, by recomputing the logits tile by tile.
 
@@ -135,6 +133,8 @@ def backward(
     >>> grads.q2.shape, grads.k2 is None
     ((1, 1, 3, 8), True)
     """
+    if foreign:
+        arguments.refuse("backward", foreign)
     call = arguments.reopen_call(state, stream)
     wrt = arguments.wanted(wrt)
     dtype = arguments.gradient_dtype(dtype, call.problem.dtype)
@@ -149,7 +149,7 @@ def backward(
         backend.check_values(call.problem, call.views)
         grads, views = (None, {}) if out is None else outputs.given_gradients(call.problem, call.framework, wrt, dtype, out)
         call = _with_workspace(call, workspace, lambda: backend.backward_bytes(call.problem, call.views, wrt, dtype, deterministic))
-        read = call.views | rows | ({"grad_kl": weights} if hasattr(weights, "pointer") else {})
+        read = call.views | outputs.named("state.rows", rows) | ({"grad_kl": weights} if hasattr(weights, "pointer") else {})
         read |= zip(("state.reduced[0]", "state.reduced[1]"), reduced or (), strict=False)
         _check_overlaps(call, {f"out.{name}": v for name, v in views.items()}, read)
         if grads is None:
@@ -163,7 +163,7 @@ def backward(
     return grads
 
 
-def merge(rows_list: Iterable[RowStats], *, stream: Any = None) -> RowStats:
+def merge(rows_list: Iterable[RowStats], *, stream: Any = None, **foreign) -> RowStats:
     """Statistics of the same query rows over all keys, from those over disjoint shards of the keys.
 
     Arguments:
@@ -183,6 +183,8 @@ def merge(rows_list: Iterable[RowStats], *, stream: Any = None) -> RowStats:
     >>> bool(np.allclose(merge([half.rows for half in halves]).kl, whole, atol=1e-6))
     True
     """
+    if foreign:
+        arguments.refuse("merge", foreign)
     if isinstance(rows_list, RowStats) or not isinstance(rows_list, Iterable):
         raise TypeError(f"rows_list is a {type(rows_list).__name__}; it takes a list of RowStats")
     shards = list(rows_list)
@@ -193,6 +195,7 @@ def merge(rows_list: Iterable[RowStats], *, stream: Any = None) -> RowStats:
             raise TypeError(f"rows_list[{i}] is a {type(shard).__name__}; it takes a RowStats (state.rows)")
     chosen = stream_pointer(stream)
     first = view("rows_list[0].kl", shards[0].kl, chosen)
+    arguments.check_stream(stream, "rows_list[0].kl", first)
     framework = framework_for(first.framework, first.device)
     launch = framework.stream() if chosen is None else chosen
     parts = outputs.merge_parts(shards, first, launch)
@@ -265,9 +268,11 @@ def explain(
 
 
 def _open(function: str, matrices, options) -> Call:
-    if foreign := options.keys() - OPTIONS:
+    if foreign := options.keys() - arguments.OPTIONS:
         arguments.refuse(function, sorted(foreign))
-    return arguments.open_call(*arguments.split(matrices, options), None)
+    call = arguments.open_call(*arguments.split(matrices, options), None)
+    _backend(call.framework).check_values(call.problem, call.views)
+    return call
 
 
 @functools.cache

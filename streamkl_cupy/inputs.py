@@ -43,8 +43,7 @@ def open_call(inputs: Inputs, options: dict[str, Any], stream: Any) -> Call:
     chosen = stream_pointer(stream)
     q1 = view("q1", inputs.q1, chosen)
     framework = framework_for(q1.framework, q1.device)
-    if chosen is not None and q1.device[0] == "cpu":
-        raise ValueError(f"stream is {stream!r}, but q1 is on the CPU; it takes None there")
+    check_stream(stream, "q1", q1)
     launch = framework.stream() if chosen is None else chosen
     views = {"q1": q1}
     for name, array in zip(Inputs._fields, inputs, strict=True):
@@ -59,6 +58,12 @@ def open_call(inputs: Inputs, options: dict[str, Any], stream: Any) -> Call:
         if vector.shape[0] > 1 and vector.strides[0] != 1:
             raise ValueError(f"{name} has stride {vector.strides[0]}; it takes a contiguous vector")
     return Call(problem, views, framework, launch, chosen)
+
+
+def check_stream(stream: Any, name: str, first: ArrayView) -> None:
+    """ValueError for a stream where there are none."""
+    if stream is not None and first.device[0] == "cpu":
+        raise ValueError(f"stream is {stream!r}, but {name} is on the CPU; it takes None there")
 
 
 def reopen_call(state: Any, stream: Any) -> Call:
@@ -91,7 +96,7 @@ def upstream_weights(grad_kl: Any, call: Call) -> float | ArrayView | None:
         return None
     if isinstance(grad_kl, (bool, np.bool_)):
         raise TypeError("grad_kl is a bool; it takes None, a number or an array")
-    if isinstance(grad_kl, np.generic) or (isinstance(grad_kl, np.ndarray) and grad_kl.ndim == 0):
+    if isinstance(grad_kl, np.generic) or (isinstance(grad_kl, np.ndarray) and grad_kl.ndim == 0 and not np.ma.isMA(grad_kl)):
         if grad_kl.dtype.kind not in "iuf" and grad_kl.dtype != BFLOAT16:
             raise TypeError(f"grad_kl has dtype {grad_kl.dtype}; a host scalar takes integers and floating-point numbers")
         return _host_weight(grad_kl)
@@ -151,6 +156,11 @@ def gradient_dtype(dtype: Any, inputs_dtype: str) -> str:
     return name
 
 
+OPTIONS = frozenset(Problem.check.__kwdefaults__)
+"""Names of the options that say what is computed. They go with the inputs, everywhere."""
+
+OF_FORWARD = OPTIONS | {"out", "workspace", "stream", *SIDES}
+
 flag = check_flag
 """A switch of a call, by the rule for those of a `Problem`."""
 
@@ -176,6 +186,9 @@ ADVICE = {
     "log_target": "the distributions come from q1, k1, q2 and k2; for the reverse divergence swap the sides",
     "deterministic": "it is an argument of backward; forward gives the same bits on every run",
     "grad_kl": "it is an argument of backward",
+    "grad_output": "use grad_kl",
+    "create_graph": "there are no second derivatives",
+    "retain_graph": "a state serves any number of backward calls",
 }
 """What to do instead of arguments that other attention and divergence calls have, or other functions here."""
 
@@ -198,15 +211,16 @@ ALIASES = {
         "temperature": "tau T",
         "eps": "epsilon",
         "grad_kl": "wrt dtype",
+        "grad_output": "grad_outputs dout do gradient",
     }.items()
     for alias in aliases.split()
 }
 
 
 def refuse(function: str, names: Iterable[str]) -> None:
-    """TypeError for keyword arguments that no function here takes."""
+    """TypeError for keyword arguments that a function does not take."""
     for name in names:
-        advice = ADVICE.get(ALIASES.get(name, name))
+        advice = "it is an argument of forward" if name in OF_FORWARD else ADVICE.get(ALIASES.get(name, name))
         if advice:
             raise TypeError(f"{function}() does not support {name}: {advice}")
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")

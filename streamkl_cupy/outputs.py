@@ -28,10 +28,10 @@ class Rows:
 
     @property
     def all_views(self) -> Views:
-        named = {f"out.rows.{name}": v for name, v in self.views.items()}
+        result = named("out.rows", self.views)
         if self.reduced_views:
-            named |= zip(("out.reduced[0]", "out.reduced[1]"), self.reduced_views, strict=True)
-        return named
+            result |= zip(("out.reduced[0]", "out.reduced[1]"), self.reduced_views, strict=True)
+        return result
 
 
 def new_rows(problem: Problem, framework: Framework) -> Rows:
@@ -77,6 +77,11 @@ def row_views(owner: str, problem: Problem, framework: Framework, rows: Any, str
         views[field] = v = view(name, array, stream)
         check_row_array(name, v, shape, device)
     return views
+
+
+def named(owner: str, rows: Views) -> Views:
+    """The same views under the names that errors call them by."""
+    return dict(zip(_row_names(owner), rows.values(), strict=True))
 
 
 @functools.cache

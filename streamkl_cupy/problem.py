@@ -144,10 +144,8 @@ class Problem:
         Arrays are `arrays.ArrayView`s or anything else with `shape`, `dtype` (a name) and `device`; `q_offset` may be one of
         them too. Raises TypeError or ValueError naming the argument, what it got and what it takes.
         """
-        if not isinstance(layout, str) or layout not in LAYOUTS:
-            raise ValueError(f"layout is {layout!r}; it takes one of {', '.join(map(repr, LAYOUTS))}")
-        if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-            raise ValueError(f"reduction is {reduction!r}; it takes one of {', '.join(map(repr, REDUCTIONS))}")
+        _check_word("layout", layout, LAYOUTS)
+        _check_word("reduction", reduction, REDUCTIONS)
         views = dict(zip(SIDES, (q1, k1, q2, k2), strict=True))
         _check_matrices(views, layout)
         batch_axis, head_axis, row_axis = LAYOUTS[layout]
@@ -189,10 +187,17 @@ def check_wrt(wrt) -> tuple[str, ...]:
     names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
     for name in names:
         if not isinstance(name, str) or name not in SIDES:
-            raise ValueError(f"wrt has {name!r}; it takes any of {', '.join(map(repr, SIDES))}")
+            error = ValueError if isinstance(name, str) else TypeError
+            raise error(f"wrt has {name!r}; it takes any of {', '.join(map(repr, SIDES))}")
     if not names:
         raise ValueError(f"wrt is empty; it takes any of {', '.join(map(repr, SIDES))}")
     return tuple(side for side in SIDES if side in names)
+
+
+def _check_word(name, word, words) -> None:
+    if not isinstance(word, str) or word not in words:
+        error = ValueError if isinstance(word, str) else TypeError
+        raise error(f"{name} is {word!r}; it takes one of {', '.join(map(repr, words))}")
 
 
 def _check_matrices(views, layout) -> None:
@@ -217,7 +222,7 @@ def _check_matrices(views, layout) -> None:
         if view.shape[row_axis] > MAX_SEQLEN:
             raise ValueError(f"{name} has {view.shape[row_axis]} rows; it takes at most {MAX_SEQLEN}")
         if view.shape[head_axis] < 1:
-            raise ValueError(f"{name} has no heads: shape {view.shape} in layout {layout!r}")
+            raise ValueError(f"{name} has shape {view.shape}, no heads in layout {layout!r}; it takes at least one")
         if batch_axis is not None and view.shape[batch_axis] != q1.shape[batch_axis]:
             raise ValueError(f"{name} has batch {view.shape[batch_axis]} and q1 {q1.shape[batch_axis]}; all four take one batch")
     for side in "12":
@@ -225,7 +230,7 @@ def _check_matrices(views, layout) -> None:
         if q.shape[-1] != k.shape[-1]:
             raise ValueError(f"q{side} has head dimension {q.shape[-1]} and k{side} {k.shape[-1]}; the two take the same")
         if q1.shape[head_axis] % k.shape[head_axis]:
-            raise ValueError(f"k{side} has {k.shape[head_axis]} heads, which do not divide the {q1.shape[head_axis]} query heads")
+            raise ValueError(f"k{side} has {k.shape[head_axis]} heads and q1 {q1.shape[head_axis]}; it takes a number that divides them")
     q2, k1, k2 = views["q2"], views["k1"], views["k2"]
     if q2.shape[head_axis] != q1.shape[head_axis]:
         raise ValueError(f"q2 has {q2.shape[head_axis]} heads and q1 {q1.shape[head_axis]}; both sides take the same number of query heads")

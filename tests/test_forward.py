@@ -7,6 +7,7 @@ import streamkl_cupy as skl
 
 from .oracle import (
     DTYPES,
+    check,
     check_forward,
     check_rows,
     host_rows,
@@ -62,6 +63,13 @@ def test_reductions(backend, reduction, lengths, dtype):
 @pytest.mark.parametrize("scales", [(0.125, 1.0), (3.0, 0.01), (1e-6, 1e-6)], ids=str)
 def test_scales(backend, scales):
     check_forward(backend, make(6, "float16", scale1=scales[0], scale2=scales[1]))
+
+
+def test_scales_and_offsets_that_change_at_every_step(backend):
+    """What is planned for one step serves the next, with its own numbers."""
+    case = make(14, "float16", causal=True)
+    for step in range(4):
+        check(backend, case.with_options(scale1=0.25 / (1 + step), scale2=0.1 * (1 + step), q_offset=16 - 9 * step))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -88,6 +88,34 @@ def test_the_state_takes_20_bytes_a_row():
     assert sum(part.nbytes for part in state.rows) == 20 * kl.size
 
 
+PROMISES = ("Accuracy", "Determinism", "Memory", "Streams", "Errors", "Inputs", "Threads and processes", "Not promised")
+
+
+@pytest.mark.parametrize("title", PROMISES)
+def test_what_is_promised_and_what_is_not(title):
+    assert re.search(rf"^\*\*{title}[.*]", section("What is promised"), re.MULTILINE)
+
+
+REFUSED = (
+    "boolean",
+    "additive mask",
+    "left padding",
+    "dropout",
+    "sinks",
+    "softcap",
+    "bias",
+    "numbers of query heads",
+    "second derivatives",
+)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused_and_what_to_do_instead(what):
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", section("What it does not do"), re.MULTILINE)
+    (instead,) = [right for left, right in rows if what in left]
+    assert len(instead) > 10
+
+
 @pytest.mark.parametrize("name", ["attn_mask", "softcap"])
 def test_other_libraries_arguments_are_refused(name):
     with pytest.raises(TypeError, match=f"does not support {name}: "):

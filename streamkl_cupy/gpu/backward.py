@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
 
 from ..arrays import ArrayView
 from ..problem import SIDES, Problem
-from . import parameters, tensor_map, tiles, tiles_sm90
+from . import parameters, plans, tensor_map, tiles, tiles_sm90
 from .device import DeviceInfo, device_info
 from .forward import reduce_bytes
 from .launch import grid_blocks, kernel, launch, zero
@@ -26,7 +25,7 @@ class Launch(NamedTuple):
     sums_bytes: int = 0
 
 
-@functools.lru_cache(maxsize=1024)
+@plans.kept
 def plan(problem: Problem, wrt: tuple[str, ...], device_index: int, tensor_maps: bool, fuse: bool) -> tuple[Launch, ...]:
     """The launches that give the wanted gradients. Without `fuse` all are deterministic: every sum has one owner and one order."""
     device = device_info(device_index)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
 
 from ..arrays import ArrayView
 from ..problem import Problem
-from . import merge, parameters, tensor_map, tiles, tiles_sm90
+from . import merge, parameters, plans, tensor_map, tiles, tiles_sm90
 from .device import DeviceInfo, device_info
 from .launch import grid_blocks, kernel, launch, plain_kernel
 from .specialisation import RESERVED_BYTES, Specialisation
@@ -39,7 +38,7 @@ class Plan(NamedTuple):
     """Of few rows: how many heads share a tile."""
 
 
-@functools.lru_cache(maxsize=1024)
+@plans.kept
 def plan(problem: Problem, device_index: int, tensor_maps: bool) -> Plan:
     """The kernel, its grid, and which row tiles are split over the keys."""
     device = device_info(device_index)

@@ -14,6 +14,7 @@ import streamkl_cupy as skl
 from .. import test_bad_input as tables
 from ..producers import Legacy
 from ..test_bad_input import SIDES, arrays, ints, replaced, zeros
+from ..test_foreign_arguments import FOREIGN
 
 pytestmark = pytest.mark.gpu
 
@@ -100,6 +101,9 @@ def test_options(device, given, options, error, message):
     good, options = given(), moved(device, options)
     with refused(device, error, message, *written):
         skl.forward(**good, **options, out=state)
+    for function in (skl.workspace_size, skl.warmup, skl.explain):
+        with refused(device, error, message):
+            function(**good, **options)
 
 
 @pytest.mark.parametrize(("options", "error", "message"), tables.PACKED_OPTIONS)
@@ -109,7 +113,7 @@ def test_packed_options(device, given, options, error, message):
         skl.forward(**good, layout="thd", **options)
 
 
-@pytest.mark.parametrize("name", tables.FOREIGN)
+@pytest.mark.parametrize("name", FOREIGN)
 def test_arguments_of_other_libraries(device, given, name):
     good = given()
     with refused(device, TypeError, name):

@@ -61,7 +61,7 @@ def test_what_else_is_wanted_changes_no_bit(device, wrt):
     assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("kind", ["grouped heads", "split keys", "mean"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_thirty_runs(device, kind):
     dtype, sizes = KINDS[kind]
     given = arguments(device, make(104, dtype, **sizes))
