@@ -37,6 +37,19 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(autouse=True)
+def share_of_device(request, tmp_path_factory):
+    """Among workers of pytest-xdist a test marked `alone` has the device to itself."""
+    if not (request.node.get_closest_marker("gpu") and hasattr(request.config, "workerinput")):
+        yield
+        return
+    import fcntl
+
+    with open(tmp_path_factory.getbasetemp().parent / "device.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
+        yield
+
+
 @pytest.fixture(scope="session")
 def device():
     """CuPy on device 0, with what the tests launch most compiled ahead."""

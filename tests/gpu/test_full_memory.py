@@ -10,7 +10,7 @@ import streamkl_cupy as skl
 from ..oracle import SIDES, check_gradients, check_rows, make, truth
 from .peers import PEERS, put
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 SHARE = 0.9
 BYTES = 1 << 20

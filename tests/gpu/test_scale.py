@@ -43,6 +43,7 @@ def test_a_million_keys(device, dtype):
     check_gradients(device, case, grads, expected)
 
 
+@pytest.mark.alone
 def test_a_million_rows_and_keys_in_tensors_beyond_2_to_the_31(device):
     """17 heads of 2^20 rows and 128 columns. A window of 64 keys: what the last rows of the last head make is known from them alone."""
     heads, n, cp = 17, 1 << 20, device.cupy
