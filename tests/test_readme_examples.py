@@ -40,6 +40,26 @@ def examples():
         yield pytest.param(first if code in recipes else "", code, marks=marks, id=f"line {at}")
 
 
+@pytest.fixture(autouse=True)
+def registered_once(monkeypatch):
+    """JAX takes a class once a process; several tests run the example that registers ours."""
+    with contextlib.suppress(ImportError):
+        from jax import tree_util
+
+        def once(register):
+            def again(kind, *fields):
+                try:
+                    return register(kind, *fields)
+                except ValueError as error:
+                    if "Duplicate" not in str(error):
+                        raise
+
+            return again
+
+        for name in ("register_static", "register_dataclass"):
+            monkeypatch.setattr(tree_util, name, once(getattr(tree_util, name)))
+
+
 @pytest.mark.parametrize(("before", "code"), list(examples()))
 def test_example(before, code):
     for module in ("torch", "jax"):

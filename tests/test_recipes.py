@@ -8,7 +8,7 @@ import pytest
 import streamkl_cupy as skl
 from streamkl_cupy import reference
 
-from .test_readme_examples import blocks, section
+from .test_readme_examples import blocks, registered_once, section  # noqa: F401
 
 SIDES = ("q1", "k1", "q2", "k2")
 
