@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .problem import describe_device
+from .checks import describe_device
 
 
 class Explanation(NamedTuple):

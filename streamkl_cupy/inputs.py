@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import BFLOAT16, ArrayView, check_alignment, view
+from .checks import FLOAT32_MAX, SIDES, VECTORS, check_flag, check_wrt, describe_device, host_float
 from .frameworks import Framework, framework_for, stream_pointer
-from .problem import FLOAT32_MAX, SIDES, VECTORS, Problem, check_flag, check_wrt, describe_device, host_float
+from .problem import Problem
 from .state import Inputs, KLState
 
 WEIGHT_DTYPES = ("float16", "bfloat16", "float32", "float64")

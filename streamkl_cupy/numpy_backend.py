@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from .checks import SIDES
 from .numpy_tiles import Part, Sequence, canonical, canonical_rows, parts, sequences, span, tiles
 from .online_rows import NO_REFERENCE, OnlineRows, finish, reopen
-from .problem import SIDES, Problem
+from .problem import Problem
 from .state import LN2, RowStats
 
 LOG2_E = math.log2(math.e)

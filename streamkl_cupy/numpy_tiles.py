@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .problem import LAYOUTS, Problem
+from .checks import LAYOUTS
+from .problem import Problem
 
 ROW_TILE, KEY_TILE = 128, 512
 TILE_ELEMENTS = 1 << 16

@@ -6,10 +6,10 @@ import functools
 
 from . import padding
 from .arrays import ITEM_BYTES, ArrayView, byte_span, check_alignment, view
+from .checks import SIDES
 from .frameworks import cupy_stream
 from .gpu.errors import import_cupy
 from .padding import Scratch
-from .problem import SIDES
 
 
 @functools.cache

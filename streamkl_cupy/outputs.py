@@ -6,9 +6,10 @@ import functools
 from typing import Any
 
 from .arrays import ArrayView, byte_span, check_alignment, is_contiguous, overlap, overlaps_itself, view
+from .checks import describe_device
 from .frameworks import Framework
 from .padding import ALIGNMENT_BYTES, PIECE, misalignment
-from .problem import Problem, describe_device
+from .problem import Problem
 from .state import Gradients, KLState, RowStats
 
 Views = dict[str, ArrayView]

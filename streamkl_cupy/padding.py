@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 
 from .arrays import ITEM_BYTES, ArrayView
+from .checks import SIDES
 from .dlpack import contiguous_strides
-from .problem import SIDES, Problem
+from .problem import Problem
 
 PIECE = 8
 """Elements that a head dimension is a multiple of in the kernels."""

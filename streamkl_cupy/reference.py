@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import log_softmax, logsumexp
 
-from .problem import LAYOUTS, SIDES, check_wrt
+from .checks import LAYOUTS, SIDES, check_wrt
 from .state import Gradients
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 import streamkl_cupy as skl
 from streamkl_cupy.arrays import BFLOAT16
-from streamkl_cupy.problem import SIDES
+from streamkl_cupy.checks import SIDES
 
 COMMON_DIMS = (16, 24)
 """Head dimensions that most tests use. On a GPU they decide what has to be compiled, so tests share them."""

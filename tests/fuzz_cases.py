@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from streamkl_cupy.problem import LAYOUTS, SIDES
+from streamkl_cupy.checks import LAYOUTS, SIDES
 
 from . import fuzz_values
 from .fuzz_places import PLACES, Place, equal_along

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 import streamkl_cupy as skl
-from streamkl_cupy.problem import LAYOUTS
+from streamkl_cupy.checks import LAYOUTS
 
 from .fuzz_cases import FuzzCase
 from .fuzz_places import put

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from streamkl_cupy.problem import SIDES
+from streamkl_cupy.checks import SIDES
 
 from .problems import NUMPY
 

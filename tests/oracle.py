@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import streamkl_cupy as skl
-from streamkl_cupy.problem import SIDES
+from streamkl_cupy.checks import SIDES
 
 from .bars import EPSILON, Truth, truth
 from .problems import DTYPES, NUMPY, Case, make, offset_case, poisoned, row_weights, touched

@@ -9,7 +9,7 @@ import numpy as np
 
 from streamkl_cupy import reference
 from streamkl_cupy.arrays import BFLOAT16
-from streamkl_cupy.problem import LAYOUTS, SIDES, VECTORS
+from streamkl_cupy.checks import LAYOUTS, SIDES, VECTORS
 
 from .backends import COMMON_DIMS
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy as skl
-from streamkl_cupy.problem import SIDES
+from streamkl_cupy.checks import SIDES
 
 from .backends import MIXED_DIMS, WIDE_DIMS
 from .oracle import DTYPES, NUMPY, check, check_gradients, check_rows, host_rows, make, row_weights, run_forward, truth

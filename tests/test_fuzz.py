@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from streamkl_cupy import numpy_backend
-from streamkl_cupy.problem import LAYOUTS, SIDES
+from streamkl_cupy.checks import LAYOUTS, SIDES
 
 from . import fuzz, fuzz_cases, fuzz_run, fuzz_workers
 from .fuzz_places import PLACES, Place, put

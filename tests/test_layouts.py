@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy as skl
-from streamkl_cupy.problem import LAYOUTS, SIDES
+from streamkl_cupy.checks import LAYOUTS, SIDES
 
 from .oracle import DTYPES, Case, check, check_gradients, make, poisoned, row_weights, run_forward, truth
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy as skl
-from streamkl_cupy.problem import SIDES
+from streamkl_cupy.checks import SIDES
 
 from .oracle import check, check_gradients, check_rows, make, nan_gradients, poisoned, row_weights, run_forward, truth
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamkl_cupy import numpy_backend, numpy_tiles, reference
-from streamkl_cupy.problem import LAYOUTS, SIDES, Problem
+from streamkl_cupy.checks import LAYOUTS, SIDES
+from streamkl_cupy.problem import Problem
 from streamkl_cupy.state import RowStats
 
 CASES = json.loads((pathlib.Path(__file__).parent / "cases" / "open_cases.json").read_text())

@@ -5,7 +5,7 @@ import pytest
 
 import streamkl_cupy as skl
 from streamkl_cupy import reference
-from streamkl_cupy.problem import SIDES
+from streamkl_cupy.checks import SIDES
 from streamkl_cupy.state import LN2
 
 from .backends import NumPyBackend

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streamkl_cupy as skl
-from streamkl_cupy.problem import LAYOUTS, SIDES
+from streamkl_cupy.checks import LAYOUTS, SIDES
 
 from .oracle import (
     DTYPES,

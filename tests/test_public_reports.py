@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy as skl
-from streamkl_cupy.problem import SIDES
+from streamkl_cupy.checks import SIDES
 
 from .logits import CASES, ROUNDING, embed, numbers
 from .oracle import DTYPES, KL_FLOOR, NUMPY, Case, check, make, poisoned, row_weights, run_forward, truth

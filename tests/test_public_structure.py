@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy as skl
-from streamkl_cupy.problem import SIDES
+from streamkl_cupy.checks import SIDES
 
 from .logits import ROUNDING
 from .oracle import DTYPES, NUMPY, check, check_gradients, make, nan_gradients, poisoned, row_weights, run_forward, truth

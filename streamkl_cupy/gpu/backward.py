@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arrays import ArrayView
-from ..problem import SIDES, Problem
+from ..checks import SIDES
+from ..problem import Problem
 from . import parameters, plans, tensor_map, tiles, tiles_sm90
 from .device import DeviceInfo, device_info
 from .forward import reduce_bytes

@@ -10,7 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..problem import SIDES, Problem
+from ..checks import SIDES
+from ..problem import Problem
 
 POINTER, I64, I32, F32 = np.uint64, np.int64, np.int32, np.float32
 MATRIX = np.dtype([("data", POINTER), ("batch_stride", I64), ("head_stride", I64), ("row_stride", I64)], align=True)

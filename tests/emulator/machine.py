@@ -8,9 +8,10 @@ import numpy as np
 
 from streamkl_cupy import reference
 from streamkl_cupy.arrays import BFLOAT16, view
+from streamkl_cupy.checks import SIDES
 from streamkl_cupy.gpu import backward, forward, merge, parameters, tensor_map
 from streamkl_cupy.gpu.device import DeviceInfo
-from streamkl_cupy.problem import SIDES, Problem
+from streamkl_cupy.problem import Problem
 
 from . import Emulated, tensor_maps
 

@@ -7,8 +7,9 @@ import pytest
 
 pytest.importorskip("cupy", reason="the launching code needs CuPy, though no GPU")
 
+from streamkl_cupy.checks import SIDES
 from streamkl_cupy.gpu import backward, forward
-from streamkl_cupy.problem import SIDES, Problem
+from streamkl_cupy.problem import Problem
 
 from .machine import HOPPER, Machine, inputs, ints, nan_rows, run, views
 

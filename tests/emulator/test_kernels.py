@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("cupy", reason="the launching code needs CuPy, though no GPU")
 
+from streamkl_cupy.checks import SIDES, VECTORS
 from streamkl_cupy.gpu import backward, forward, merge
-from streamkl_cupy.problem import SIDES, VECTORS, Problem
+from streamkl_cupy.problem import Problem
 
 from .machine import AMPERE, DTYPES, SMALL, Machine, check_kl, inputs, ints, nan_rows, run, views
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from streamkl_cupy.problem import MAX_SEQLEN, OPEN
+from streamkl_cupy.checks import MAX_SEQLEN, OPEN
 
 from . import Emulated, pointer
 

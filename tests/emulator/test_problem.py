@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamkl_cupy.checks import OPEN
 from streamkl_cupy.gpu.parameters import BOTTOM_RIGHT, OFFSET_VECTOR, ONE_OFFSET, PROBLEM
-from streamkl_cupy.problem import OPEN
 
 from . import Emulated, pointer
 
