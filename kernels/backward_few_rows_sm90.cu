@@ -35,7 +35,6 @@ constexpr int kOwnDim = SIDE == 1 ? HEAD_DIM1 : HEAD_DIM2, kOtherDim = SIDE == 1
 constexpr int kOwnBytes = kRows * kChunkRowBytes * chunks_of(kOwnDim), kOtherBytes = kRows * kChunkRowBytes * chunks_of(kOtherDim);
 constexpr int kSliceBytes = kKeys * kChunkRowBytes * chunks_of(kOwnDim > kOtherDim ? kOwnDim : kOtherDim);
 constexpr int kWeightBytes = kRows * kChunkRowBytes * chunks_of(kKeys);  // dS: rows of 64 keys
-static_assert(kRows == kDqRows, "the sums of dQ come in tiles of as many rows");
 static_assert(STAGES % 2 == 0 && STAGES >= 2 * kConsumers, "a key tile is two slices, and every consumer holds one");
 
 // A lane's share of a warp's 16 rows of dK: one piece of 16 bytes in every kPieceStep-th row.
@@ -165,11 +164,11 @@ backward_few_rows_sm90(const __grid_constant__ Problem problem, const __grid_con
       auto& own_flat = reinterpret_cast<float(&)[4 * kColumnBlocks]>(own);
       auto& other_flat = reinterpret_cast<float(&)[4 * kColumnBlocks]>(other);
       const int other_slot = at.slot;
-      ring.await(at);
+      ring.await_own_round(at);
       start_scores<Element, kOtherDim>(other_flat, rows_of(other_tile), ring.slice(other_slot));
       at.advance();
       const int own_slot = at.slot;
-      ring.await(at);
+      ring.await_own_round(at);
       start_scores<Element, kOwnDim>(own_flat, rows_of(own_tile), ring.slice(own_slot));
       at.advance();
       wgmma_wait<1>();
@@ -213,7 +212,7 @@ backward_few_rows_sm90(const __grid_constant__ Problem problem, const __grid_con
       for (int i = 0; i < 2 * (kConsumers - 1); ++i) at.advance();
     }
 
-    // Results: zeros for the keys that no row sees, and dQ, each row to the tile of its head.
+    // Results: zeros for the keys that no row sees, and dQ.
     const int item_bytes = output.as_float32 ? 4 : 2;
     const int first_seen = seen.empty() ? 0 : seen.begin / kKeys * kKeys, end_seen = seen.empty() ? 0 : (seen.end + kKeys - 1) / kKeys * kKeys;
     clear_tiles(own_dk, item_bytes, keys, share_of({0, first_seen}, kKeys, blockIdx.y, gridDim.y), columns);
@@ -223,11 +222,11 @@ backward_few_rows_sm90(const __grid_constant__ Problem problem, const __grid_con
     for (int half = 0; half < 2; ++half) {
       const QueryRow query = query_row(rows, warp_row + lane.row + 8 * half);
       if (query.keys.empty()) continue;
-      float* const to = sums.data + dq_tile(problem, s, query.head, 0) * (kRows * kOwnDim) + dq_pair(query.index, lane);
+      float* const to = sums.data + (row_arrays_offset(problem, s, query.head) + query.index) * kOwnDim + lane.column;
 #pragma unroll
       for (int n = 0; n < kOwnDim / 8; ++n) {
-        atomicAdd(to + kDqPairStep * n, dq[0][n][2 * half]);
-        atomicAdd(to + kDqPairStep * n + 1, dq[0][n][2 * half + 1]);
+        atomicAdd(to + 8 * n, dq[0][n][2 * half]);
+        atomicAdd(to + 8 * n + 1, dq[0][n][2 * half + 1]);
       }
     }
   }

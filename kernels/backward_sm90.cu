@@ -207,11 +207,11 @@ backward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ R
           return [rows = wgmma_descriptor(ring.slice(slot))](int k) { return rows + (k / 4 * kQueries * kChunkRowBytes + k % 4 * 32) / 16; };
         };
         const int other_slot = at.slot;
-        ring.await(at);
+        ring.await_own_round(at);
         start_scores<Element, kOtherDim>(other_flat, rows_of(other_slot), other_tile);
         at.advance();
         const int own_slot = at.slot;
-        ring.await(at);
+        ring.await_own_round(at);
         start_scores<Element, kOwnDim>(own_flat, rows_of(own_slot), own_tile);
         at.advance();
         if (DQ && first_thread) {

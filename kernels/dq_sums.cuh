@@ -1,5 +1,6 @@
 // Where the fused backward kernel adds up dQ: float32, tile by tile of 64 query rows, each in the order of the tensor cores'
 // registers, so that a lane's four neighbours are one 16-byte access. Tiles are numbered like the blocks of a grid over queries.
+// The backward for few rows adds up plain rows, in the order of the row arrays.
 #pragma once
 
 constexpr int kDqRows = 64;
@@ -15,10 +16,6 @@ __device__ __forceinline__ i64 dq_tile(const Problem& problem, const Sequence& s
   const i64 first = packed ? s.q_begin / kDqRows + s.index : 0;
   return (static_cast<i64>(s.batch_index) * problem.heads + head) * tiles + first + tile;
 }
-
-// Where in a tile the sums of a row's columns lane.column and lane.column + 1 lie; those of the next eight columns follow a step on.
-constexpr int kDqPairStep = 512;
-__device__ __forceinline__ int dq_pair(int row, const Lane& lane) { return 4 * (row / 16 * 32 + row % 8 * 4 + lane.column / 2) + 2 * (row / 8 % 2); }
 
 // The weights of rows are divided by this before dS is rounded, and the gradients multiplied by it. bfloat16 has float32's range;
 // for float16 the host sees to it that every row has the same weight, and the unit is a power of two near that.

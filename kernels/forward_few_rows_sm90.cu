@@ -100,11 +100,11 @@ forward_few_rows_sm90(const __grid_constant__ Problem problem, const __grid_cons
       auto& s1 = reinterpret_cast<float(&)[4 * kColumnBlocks]>(scores1);
       auto& s2 = reinterpret_cast<float(&)[4 * kColumnBlocks]>(scores2);
       const int slot1 = at.slot;
-      ring.await(at);
+      ring.await_own_round(at);
       start_scores<Element, HEAD_DIM1>(s1, rows_of(q1_tile), ring.slice(slot1));
       at.advance();
       const int slot2 = at.slot;
-      ring.await(at);
+      ring.await_own_round(at);
       start_scores<Element, HEAD_DIM2>(s2, rows_of(q2_tile), ring.slice(slot2));
       at.advance();
       wgmma_wait<0>();

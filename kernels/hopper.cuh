@@ -27,6 +27,12 @@ struct Ring {
 
   __device__ __forceinline__ void await(const RingPosition<kStages>& at) const { barrier_wait(full + 8 * at.slot, at.parity); }
   __device__ __forceinline__ void await_empty(const RingPosition<kStages>& at) const { barrier_wait(empty + 8 * at.slot, at.parity ^ 1); }
+  // The same for a warpgroup that does not read every round of a slot: the wait would pass at once while the round before is still on
+  // its way, for it tells even rounds from odd ones only. Boxes arrive in any order.
+  __device__ __forceinline__ void await_own_round(const RingPosition<kStages>& at) const {
+    await_empty(at);
+    await(at);
+  }
   __device__ __forceinline__ u32 slice(int slot) const { return slices + slot * kSliceBytes; }
 
   // By one thread: `rows` rows from `row` on of one head, all columns, into the next slice.

@@ -61,7 +61,7 @@ __device__ __forceinline__ void cluster_sync() {
 }
 __device__ __forceinline__ void barrier_arrive_in(u32 barrier, u32 rank) {
   asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
+               "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
 }
 __device__ __forceinline__ void copy_box_4d_to_both(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "

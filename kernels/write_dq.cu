@@ -33,3 +33,19 @@ write_dq(const __grid_constant__ Problem problem, const __grid_constant__ RowWei
   write_gradient<Element>(values, factor, SIDE == 1 ? output.q1 : output.q2, output.as_float32, rows, rows.sequence.q_begin, rows.begin + warp_row, 0,
                           SIDE == 1 ? problem.head_dim1 : problem.head_dim2, Lane());
 }
+
+// The same from plain rows, each by a warp.
+extern "C" __global__ void __launch_bounds__(128)
+write_dq_rows(const __grid_constant__ Problem problem, const __grid_constant__ RowWeights weights, const __grid_constant__ GradientOutput output,
+              const __grid_constant__ DqSums sums) {
+  const i64 row = blockIdx.x * 4ll + threadIdx.x / 32, heads = row / problem.seqlen_q;
+  if (heads >= static_cast<i64>(problem.batch) * problem.heads) return;
+  const Matrix& matrix = SIDE == 1 ? output.q1 : output.q2;
+  const i64 at = heads / problem.heads * matrix.batch_stride + heads % problem.heads * matrix.head_stride + row % problem.seqlen_q * matrix.row_stride;
+  const float factor = (SIDE == 1 ? problem.scale1 : problem.scale2) * weight_unit<Element, SIDE>(weights);
+  for (int column = 2 * (threadIdx.x % 32); column < (SIDE == 1 ? problem.head_dim1 : problem.head_dim2); column += 64) {
+    const float2 sum = *reinterpret_cast<const float2*>(sums.data + row * HEAD_DIM + column);
+    if (output.as_float32) *reinterpret_cast<float2*>(static_cast<float*>(matrix.data) + at + column) = make_float2(sum.x * factor, sum.y * factor);
+    else store_pair(static_cast<Element*>(matrix.data) + at + column, sum.x * factor, sum.y * factor);
+  }
+}

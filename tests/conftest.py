@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import pathlib
+import tempfile
 
 import hypothesis
 import pytest
@@ -37,19 +40,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(autouse=True)
-def share_of_device(request, tmp_path_factory):
-    """Among workers of pytest-xdist a test marked `alone` has the device to itself."""
-    if not (request.node.get_closest_marker("gpu") and hasattr(request.config, "workerinput")):
-        yield
-        return
-    import fcntl
-
-    with open(tmp_path_factory.getbasetemp().parent / "device.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
-        yield
-
-
 @pytest.fixture(scope="session")
 def device():
     """CuPy on device 0, with what the tests launch most compiled ahead."""
@@ -61,6 +51,18 @@ def device():
 def backend(request):
     """Each test that takes it runs on both backends."""
     return NumPyBackend() if request.param == "numpy" else request.getfixturevalue("device")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Among workers of pytest-xdist a test marked `alone` has the device to itself, from the setup of its fixtures on."""
+    if not (item.get_closest_marker("gpu") and hasattr(item.config, "workerinput")):
+        return (yield)
+    import fcntl
+
+    with open(pathlib.Path(tempfile.gettempdir()) / f"streamkl_cupy-tests-{os.getuid()}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        return (yield)
 
 
 def pytest_configure():

@@ -21,8 +21,8 @@ class Launch(NamedTuple):
     own: str  # "q" or "k": whose rows the blocks own, and whose gradients, unless fused; the others stream by
     grid: tuple[int, ...]
     write_dq: Specialisation | None = None
-    """Of a fused launch: what turns its sums into dQ, with a block for each of their tiles."""
-    dq_tiles: int = 0
+    """Of a fused launch: what turns its sums into dQ, and in how many blocks."""
+    write_blocks: int = 0
     sums_bytes: int = 0
 
 
@@ -60,7 +60,8 @@ def _fused(problem: Problem, side: int, device: DeviceInfo) -> Launch | None:
     blocks, dq_tiles = _blocks(problem, "k", side, spec.tile.rows), _blocks(problem, "q", side, tiles_sm90.DQ_ROWS)
     if not blocks or not dq_tiles or (2 * blocks < device.multiprocessors and blocks < dq_tiles):
         return None
-    return Launch(spec, "k", (blocks,), write, dq_tiles, _sums_bytes(problem, side, dq_tiles))
+    sums = 4 * dq_tiles * tiles_sm90.DQ_ROWS * tiles_sm90.dq_columns(problem, side)
+    return Launch(spec, "k", (blocks,), write, dq_tiles, sums)
 
 
 def _few_rows(problem: Problem, side: int, device: DeviceInfo) -> Launch | None:
@@ -68,24 +69,13 @@ def _few_rows(problem: Problem, side: int, device: DeviceInfo) -> Launch | None:
     differ in the other side's key head, where segments are packed, and where keys are too few to fill a ring."""
     spec = choose(tiles_sm90.fused_few_rows(problem, side), device)
     own, other = (problem.heads_k1, problem.heads_k2)[:: 3 - 2 * side]
-    blocks, dq_tiles = problem.batch * own, _blocks(problem, "q", side, tiles_sm90.DQ_ROWS)
+    blocks = problem.batch * own
     rows, key_tiles = problem.heads // own * problem.seqlen_q, -(-problem.seqlen_k // spec.tile.streamed)
     if problem.packed or not blocks or not 0 < rows <= spec.tile.rows or own % other or 2 * key_tiles < spec.tile.stages:
         return None
-    grid = blocks, _key_splits(blocks, key_tiles, spec, device)
-    return Launch(spec, "q", grid, tiles_sm90.write_dq_row(problem, side), dq_tiles, _sums_bytes(problem, side, dq_tiles))
-
-
-def _key_splits(blocks: int, key_tiles: int, spec: Specialisation, device: DeviceInfo) -> int:
-    """Into how many blocks each is split over the keys, so that whole waves of one block a multiprocessor are full. A block starts
-    with an empty ring and ends with adding its dQ to the sums: as if it had twice as many tiles more as the ring takes. Each of its
-    warpgroups has a tile."""
-    candidates = range(1, min(key_tiles // tiles_sm90.CONSUMERS, device.multiprocessors) + 1)
-    return min(candidates, key=lambda n: -(-blocks * n // device.multiprocessors) * (-(-key_tiles // n) + spec.tile.stages))
-
-
-def _sums_bytes(problem: Problem, side: int, dq_tiles: int) -> int:
-    return 4 * dq_tiles * tiles_sm90.DQ_ROWS * tiles_sm90.dq_columns(problem, side)
+    grid, write = (blocks, tiles_sm90.key_splits(spec, blocks, key_tiles, device)), tiles_sm90.write_dq_rows_row(problem, side)
+    sums = 4 * problem.rows * tiles_sm90.dq_columns(problem, side)
+    return Launch(spec, "q", grid, write, -(-problem.rows // tiles_sm90.DQ_BLOCK_ROWS), sums)
 
 
 def workspace_bytes(problem: Problem, wrt, dtype, deterministic: bool, device_index: int) -> int:
@@ -126,13 +116,13 @@ def run(
     )
     sums_bytes = max(step.sums_bytes for step in steps)
     sums = (np.uint64((workspace or allocate(sums_bytes)).pointer),) if sums_bytes else ()
-    for spec, own, grid, write_dq, dq_tiles, size in steps:
+    for spec, own, grid, write_dq, write_blocks, size in steps:
         streamed = ("k1", "k2") if own == "q" else ("q1", "q2")
         boxes = tuple(tensor_map.rows_map(problem, views[n], spec.tile.streamed) for n in streamed) if spec.accelerated else ()
         if write_dq:
             zero(int(sums[0]), size, stream)
             launch(kernel(spec, device_index), grid, spec.threads, args + sums + boxes, stream, spec.shared_bytes)
-            launch(kernel(write_dq, device_index), (dq_tiles,), write_dq.threads, args + sums, stream)
+            launch(kernel(write_dq, device_index), (write_blocks,), write_dq.threads, args + sums, stream)
         else:
             no_sums = (np.uint64(0),) if spec.accelerated and own == "k" else ()
             launch(kernel(spec, device_index), grid, spec.threads, args + no_sums + boxes, stream, spec.shared_bytes)

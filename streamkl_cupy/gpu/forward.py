@@ -68,21 +68,15 @@ def split_tail(problem: Problem, spec: Specialisation, blocks: int, device: Devi
     if not left or most < 2 or (whole and (problem.masked or problem.packed)):
         return Plan(spec, blocks, 0, 1)
     most = min(most, max(1, capacity // left) if not whole else MOST_TAIL_SPLITS)
-    splits = _cheapest_splits(left, most, capacity)
+    splits = min(range(1, most + 1), key=lambda n: -(-left * n // capacity) / n + SPLIT_COST * n)
     return Plan(spec, whole, left, splits, left * spec.tile.rows * splits) if splits > 1 else Plan(spec, blocks, 0, 1)
 
 
 def split_few_rows(problem: Problem, spec: Specialisation, heads: int, device: DeviceInfo) -> Plan:
     """Splits every tile of few rows, so that all multiprocessors read keys; each consumer warpgroup leaves its own part of the rows."""
     blocks = problem.rows // (problem.seqlen_q * heads)
-    most = max(1, problem.seqlen_k // spec.tile.streamed // LEAST_KEY_TILES)
-    splits = _cheapest_splits(blocks, min(most, device.multiprocessors), device.multiprocessors)
-    return Plan(spec, 0, blocks, splits, problem.rows * splits * tiles_sm90.FEW_ROWS_CONSUMERS, heads)
-
-
-def _cheapest_splits(blocks: int, most: int, capacity: int) -> int:
-    """The number of splits that takes the fewest waves."""
-    return min(range(1, most + 1), key=lambda n: -(-blocks * n // capacity) / n + SPLIT_COST * n)
+    splits = tiles_sm90.key_splits(spec, blocks, -(-problem.seqlen_k // spec.tile.streamed), device)
+    return Plan(spec, 0, blocks, splits, problem.rows * splits * tiles_sm90.CONSUMERS, heads)
 
 
 def workspace_bytes(problem: Problem, device_index: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -41,13 +42,14 @@ FUSED_FEW_ROWS = (
 
 HEAD_DIM = 128
 """Wider operands would not fit the registers that hold one side's."""
-FEW_ROWS_KEYS, FEW_ROWS_CONSUMERS = 1024, 2
+FEW_ROWS_KEYS = 1024
 CHUNK_BYTES = 128
 """A row of 64 columns in shared memory."""
 BARRIER_BYTES, OWN_TILE_BYTES, SPAN_BYTES, ROW_TERMS_BYTES, UNIT_BYTES = 8, 128, 8, 16, 4
 WARPGROUP = 128
 DQ_ROWS = 64
 """Rows of a tile of dQ sums: kDqRows in kernels/dq_sums.cuh."""
+DQ_BLOCK_ROWS = 4
 CONSUMERS = 2
 SPILL_BUDGET, DK_SPILL_BUDGET = 32, 224
 """Bytes of spill stores plus loads. The second is for what the warpgroups of dK's kernel keep across their loops, and for the warp
@@ -100,6 +102,19 @@ def write_dq_row(problem: Problem, side: int) -> Specialisation:
     return Specialisation("write_dq.cu", "write_dq", Tile(4, 1, 0, 0, 1, "a tile of sums"), defines, 0, 0)
 
 
+def write_dq_rows_row(problem: Problem, side: int) -> Specialisation:
+    """The same for the sums of `fused_few_rows`: `DQ_BLOCK_ROWS` rows a block."""
+    return dataclasses.replace(write_dq_row(problem, side), entry="write_dq_rows")
+
+
+def key_splits(spec: Specialisation, blocks: int, key_tiles: int, device: DeviceInfo) -> int:
+    """Into how many blocks each is split over the keys, so that whole waves of one block a multiprocessor are full. A block starts
+    with an empty ring and ends with results that others add to: as if it had twice as many tiles more as the ring takes. Each of its
+    warpgroups has a tile."""
+    candidates = range(1, max(1, min(key_tiles // CONSUMERS, device.multiprocessors)) + 1)
+    return min(candidates, key=lambda n: -(-blocks * n // device.multiprocessors) * (-(-key_tiles // n) + spec.tile.stages))
+
+
 def few_rows(problem: Problem, device: DeviceInfo) -> tuple[Specialisation, int] | None:
     """The kernel for few query rows against many keys, and how many heads are one tile of it; None where rows or keys are others.
 
@@ -127,6 +142,7 @@ def every_row(dtype: str, d1: int, d2: int) -> Iterator[Specialisation]:
         yield from fused_rows(problem, side)
         yield from fused_few_rows(problem, side)
         yield write_dq_row(problem, side)
+        yield write_dq_rows_row(problem, side)
 
 
 def _forward_row(dtype: str, d1: int, d2: int, tile: Tile, together: int) -> Specialisation:

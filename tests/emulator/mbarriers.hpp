@@ -1,7 +1,7 @@
 // Hopper's barriers and bulk copies: mbarriers in shared memory, numbered barriers, boxes of tensors, reductions into memory.
 //
 // In some blocks a box arrives as late as the hardware allows, when no thread can run any more, in others perhaps earlier; boxes that
-// are in flight together arrive in random order, and from its issue on a box's destination is NaN. A reduction is made when its
+// are in flight together arrive in random order or the oldest last, and from its issue on a box's destination is NaN. A reduction is made when its
 // thread waits for it or returns. All that is random is the same in every run.
 #pragma once
 

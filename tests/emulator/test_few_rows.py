@@ -13,7 +13,7 @@ from streamkl_cupy.problem import Problem
 
 from .machine import HOPPER, Machine, inputs, ints, nan_rows, run, views
 
-KERNELS = ["backward_few_rows_sm90", "write_dq"]
+KERNELS = ["backward_few_rows_sm90", "write_dq_rows"]
 
 
 @pytest.fixture

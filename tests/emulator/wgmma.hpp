@@ -212,7 +212,9 @@ inline bool advance() {
   }
   const unsigned copies = static_cast<unsigned>(hopper.copies.size()), all = copies + static_cast<unsigned>(ready.size());
   if (all == 0) return false;
-  const unsigned which = random_below(all);
+  // Where nothing is early, products take place first, and of the boxes the oldest one arrives last.
+  const unsigned last = ready.empty() ? copies - 1 : copies + random_below(static_cast<unsigned>(ready.size()));
+  const unsigned which = hopper.patience == 0 ? last : random_below(all);
   if (which < copies) land_number(which);
   else make_until(*ready[which - copies], next_end(*ready[which - copies]));
   return true;
