@@ -17,14 +17,11 @@ struct Share {
   int split, splits;
 };
 
-// In clusters of kTogether blocks these are neighbouring row tiles, also where they are split.
-template <int kTogether = 1>
 __device__ __forceinline__ Share share_of_block(const ForwardOutput& output) {
   const i64 block = blockIdx.x;
   if (block < output.whole_tiles) return {block, 0, 1};
   const i64 beyond = block - output.whole_tiles;
-  const i64 cluster = beyond / kTogether;
-  return {output.whole_tiles + cluster / output.splits * kTogether + beyond % kTogether, static_cast<int>(cluster % output.splits), output.splits};
+  return {output.whole_tiles + beyond / output.splits, static_cast<int>(beyond % output.splits), output.splits};
 }
 
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
@@ -112,10 +109,10 @@ __device__ __forceinline__ void join_quad(OnlineRow& row) {
 }
 
 // Writes the rows, once the lanes that share them have joined their states.
-template <int kTogether = 1, int kRowBlocks>
+template <int kRowBlocks>
 __device__ __forceinline__ void write_rows(OnlineRow (&online)[kRowBlocks][2], const Problem& problem, const ForwardOutput& output,
                                            const OwnTile& rows, int tile_rows, int warp_row, const Lane& lane) {
-  const Share share = share_of_block<kTogether>(output);
+  const Share share = share_of_block(output);
   const bool whole = share.tile < output.whole_tiles;
   const RowStatsArrays& target = whole ? output.rows : output.partial;
   const i64 base = whole ? row_arrays_offset(problem, rows.sequence, rows.head) + rows.begin

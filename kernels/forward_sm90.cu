@@ -7,7 +7,7 @@
 // tensor cores a third of the time and the exponential unit another third. Q1 is held in registers as the products' left operand,
 // which saves a third of the traffic out of shared memory; both sides' would leave no registers for a tile of 80 keys.
 //
-// Specialised by: ELEMENT, HEAD_DIM1, HEAD_DIM2 (padded), KEYS (of a tile), STAGES (slices in the ring), TOGETHER (blocks of a cluster, 1 or 2).
+// Specialised by: ELEMENT, HEAD_DIM1, HEAD_DIM2 (padded), KEYS (of a tile), STAGES (slices in the ring).
 #include "problem.cuh"
 #include "mask.cuh"
 #include "row_stats.cuh"
@@ -18,21 +18,18 @@
 #include "hopper.cuh"
 #include "forward.cuh"
 #include "optimistic.cuh"
-#include "cluster.cuh"
 
 using Element = ELEMENT;
 constexpr int kConsumers = 3;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kRows = 64 * kConsumers;
-constexpr int kTogether = TOGETHER;
-constexpr bool kPairs = kTogether == 2;
 constexpr int kKeys = KEYS;
 constexpr int kColumnBlocks = kKeys / 8;
 constexpr int kQueryBytes = kRows * kChunkRowBytes * chunks_of(HEAD_DIM2);
 constexpr int kSliceBytes = kKeys * kChunkRowBytes * chunks_of(HEAD_DIM1 > HEAD_DIM2 ? HEAD_DIM1 : HEAD_DIM2);
-static_assert(kKeys / kTogether % 8 == 0, "a swizzled operand starts at a multiple of 1024 bytes");
+static_assert(kKeys % 8 == 0, "a swizzled operand starts at a multiple of 1024 bytes");
 
-extern "C" __global__ void __cluster_dims__(kTogether, 1, 1) __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
 forward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ ForwardOutput output, const __grid_constant__ TensorMap k1_map,
              const __grid_constant__ TensorMap k2_map) {
   // Storage.
@@ -43,30 +40,24 @@ forward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ Fo
   OwnTile& kept_rows = *reinterpret_cast<OwnTile*>(shared + kQueryBytes + ring.kBytes);
 
   // Whose rows, and which keys they see.
-  const Share share = share_of_block<kTogether>(output);
+  const Share share = share_of_block(output);
   const OwnTile rows = query_tile(problem, share.tile, kRows);
   if (rows.begin >= rows.end) return;
   const Sequence& s = rows.sequence;
-  const Partner other = kPairs ? partner(problem, rows, share.tile, kRows) : Partner{};
-  const bool together = kPairs && other.reads_the_same;
-  Span keys = keys_seen_by_some(rows.band, rows.begin, rows.valid_end);
-  if (together) keys = hull(keys, other.keys);
-  const Span tiles = share_of(keys, kKeys, share.split, share.splits);
+  const Span tiles = share_of(keys_seen_by_some(rows.band, rows.begin, rows.valid_end), kKeys, share.split, share.splits);
   const Span unmasked = keys_seen_by_all(rows.band, rows.begin, rows.valid_end);
 
   // Barriers.
-  const int working = working_warpgroups(rows);
+  const int working = (rows.valid_end - rows.begin + 63) / 64;  // warpgroups that own a row; the others have nothing to do
   if (threadIdx.x == 0) {
     kept_rows = rows;
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.empty + 8 * i, max(working, 1) + (together ? other.working : 0));
+      barrier_init(ring.empty + 8 * i, max(working, 1));
     }
-    if (kPairs) barrier_init_fence();
     proxy_fence();
   }
-  if constexpr (kPairs) cluster_sync();
-  else __syncthreads();
+  __syncthreads();
 
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == kConsumers) {
@@ -79,13 +70,8 @@ forward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ Fo
       RingPosition<STAGES> at;
       for (int tile = tiles.begin; tile < tiles.end; ++tile) {
         const int key = static_cast<int>(s.k_begin) + tile * kKeys;
-        if constexpr (kPairs) {
-          bring_halves(ring, at, &k1_map, chunks_of(HEAD_DIM1), kKeys, key, head1, s.batch_index, together);
-          bring_halves(ring, at, &k2_map, chunks_of(HEAD_DIM2), kKeys, key, head2, s.batch_index, together);
-        } else {
-          ring.bring(at, &k1_map, chunks_of(HEAD_DIM1), kKeys, key, head1, s.batch_index);
-          ring.bring(at, &k2_map, chunks_of(HEAD_DIM2), kKeys, key, head2, s.batch_index);
-        }
+        ring.bring(at, &k1_map, chunks_of(HEAD_DIM1), kKeys, key, head1, s.batch_index);
+        ring.bring(at, &k2_map, chunks_of(HEAD_DIM2), kKeys, key, head2, s.batch_index);
       }
     }
   } else {
@@ -125,10 +111,7 @@ forward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ Fo
       wgmma_wait<0>();
       hold(s1);
       hold(s2);
-      if (threadIdx.x % 128 == 0) {
-        ring.release(slot1), ring.release(slot2);
-        if (together) ring.release_in(slot1, cluster_rank() ^ 1), ring.release_in(slot2, cluster_rank() ^ 1);
-      }
+      if (threadIdx.x % 128 == 0) ring.release(slot1), ring.release(slot2);
       const int first_key = tile * kKeys;
       if (first_key >= unmasked.begin && first_key + kKeys <= unmasked.end) {
         update_optimistic<false>(online[0], s1, s2, problem.log2_scale1, problem.log2_scale2);
@@ -138,8 +121,6 @@ forward_sm90(const __grid_constant__ Problem problem, const __grid_constant__ Fo
       }
     }
 
-    write_rows<kTogether>(online, problem, output, kept_rows, kRows, warp_row, lane);
+    write_rows(online, problem, output, kept_rows, kRows, warp_row, lane);
   }
-  // The other block may still say here that it has read a slice.
-  if (together) cluster_sync();
 }

@@ -45,8 +45,6 @@ struct Ring {
   }
   // By one thread of a warpgroup: it will not read the slice again.
   __device__ __forceinline__ void release(int slot) const { barrier_arrive(empty + 8 * slot); }
-  // The same to block `rank` of the cluster, which brings half of the slice.
-  __device__ __forceinline__ void release_in(int slot, u32 rank) const { barrier_arrive_in(empty + 8 * slot, rank); }
 };
 
 // A warp's 16 rows as left operands, one for each 16 columns; rows and columns that do not exist are zero.

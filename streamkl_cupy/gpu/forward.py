@@ -46,10 +46,7 @@ def plan(problem: Problem, device_index: int, tensor_maps: bool) -> Plan:
     if few_rows:
         return split_few_rows(problem, *few_rows, device)
     spec = tiles.forward(problem, device, tensor_maps)
-    blocks = grid_blocks(problem, problem.seqlen_q, problem.heads, spec.tile.rows)
-    if spec.accelerated and problem.seqlen_q > spec.tile.rows and blocks % 2 == device.multiprocessors % 2 == 0:
-        spec = tiles.forward(problem, device, tensor_maps, together=2)
-    return split_tail(problem, spec, blocks, device)
+    return split_tail(problem, spec, grid_blocks(problem, problem.seqlen_q, problem.heads, spec.tile.rows), device)
 
 
 def split_tail(problem: Problem, spec: Specialisation, blocks: int, device: DeviceInfo) -> Plan:
@@ -116,7 +113,7 @@ def run(problem: Problem, views, rows, reduced, workspace: ArrayView | None, str
             parameters.fill_problem(problem, views, views, rows),
             parameters.forward_output(rows, partial, stride, chosen.whole, chosen.splits),
         )
-        maps = tuple(tensor_map.rows_map(problem, views[name], spec.box_rows) for name in ("k1", "k2")) if spec.accelerated else ()
+        maps = tuple(tensor_map.rows_map(problem, views[name], spec.tile.streamed) for name in ("k1", "k2")) if spec.accelerated else ()
         blocks = chosen.whole + chosen.split * chosen.splits
         launch(kernel(spec, device_index), (blocks,), spec.threads, args + maps, stream, spec.shared_bytes)
         if chosen.split:
@@ -172,7 +169,6 @@ def explain(problem: Problem, device_index: int, in_place) -> list[str]:
     return [
         f"forward: {spec.source} on {device_info(device_index).name}, tile {tile.rows} x {tile.streamed} ({tile.reason})",
         f"forward: {chosen.whole} blocks on whole rows, {chosen.split} x {chosen.splits} on a part of the keys, "
-        f"{f'in clusters of {spec.together}, ' if spec.together > 1 else ''}"
         f"{spec.shared_bytes} bytes of shared memory a block",
         f"forward: {ROW_BYTES * problem.rows} bytes of row statistics, {workspace_bytes(problem, device_index)} bytes of workspace",
     ]

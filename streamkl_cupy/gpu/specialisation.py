@@ -50,17 +50,10 @@ class Specialisation:
     """Compiled for sm_90a, and given tensor maps of what streams by."""
     other_threads: int = 0
     """Of warpgroups that own no rows: they copy, or add up."""
-    together: int = 1
-    """Blocks of a cluster: neighbouring tiles, each of which brings a part of what streams by to all."""
 
     @property
     def threads(self) -> int:
         return self.tile.threads + self.other_threads
-
-    @property
-    def box_rows(self) -> int:
-        """Rows that one bulk copy brings."""
-        return self.tile.streamed // self.together
 
 
 def head_dim_class(head_dim: int) -> int:

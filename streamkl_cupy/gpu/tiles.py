@@ -59,11 +59,11 @@ def chunked(problem: Problem) -> bool:
     return problem.dtype == "float32" or max(problem.head_dim1, problem.head_dim2) > HEAD_DIM_CLASSES[-1]
 
 
-def forward(problem: Problem, device: DeviceInfo, tensor_maps: bool, together: int = 1) -> Specialisation:
-    """The forward kernel of a problem; `tensor_maps`: whether the bulk copy engine can address its keys; `together`: blocks of a
-    cluster, where it can. RuntimeError where no row fits the device."""
+def forward(problem: Problem, device: DeviceInfo, tensor_maps: bool) -> Specialisation:
+    """The forward kernel of a problem; `tensor_maps`: whether the bulk copy engine can address its keys. RuntimeError where no
+    row fits the device."""
     if tensor_maps and tiles_sm90.takes(problem, device):
-        return choose(tiles_sm90.forward_rows(problem, together), device)
+        return choose(tiles_sm90.forward_rows(problem), device)
     return choose(_forward_rows(problem), device)
 
 

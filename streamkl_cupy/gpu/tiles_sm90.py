@@ -63,10 +63,9 @@ def takes(problem: Problem, device: DeviceInfo) -> bool:
     )
 
 
-def forward_rows(problem: Problem, together: int = 1) -> list[Specialisation]:
-    """`together`: 2 for clusters of two, which take an even number of row tiles."""
+def forward_rows(problem: Problem) -> list[Specialisation]:
     d1, d2 = head_dim_class(problem.head_dim1), head_dim_class(problem.head_dim2)
-    return [_forward_row(problem.dtype, d1, d2, t, together) for t in FORWARD]
+    return [_forward_row(problem.dtype, d1, d2, t) for t in FORWARD]
 
 
 def backward_rows(problem: Problem, own: str, side: int) -> list[Specialisation]:
@@ -134,7 +133,6 @@ def every_row(dtype: str, d1: int, d2: int) -> Iterator[Specialisation]:
         return
     problem = Problem("bhsd", dtype, 1, 1, 1, 1, 1, 1, d1, d2, 1.0, 1.0)
     yield from forward_rows(problem)
-    yield from forward_rows(problem, 2)
     yield from (_few_rows_row(dtype, head_dim_class(d1), head_dim_class(d2), t) for t in FEW_ROWS)
     for side in (1, 2):
         for own in "qk":
@@ -145,11 +143,10 @@ def every_row(dtype: str, d1: int, d2: int) -> Iterator[Specialisation]:
         yield write_dq_rows_row(problem, side)
 
 
-def _forward_row(dtype: str, d1: int, d2: int, tile: Tile, together: int) -> Specialisation:
+def _forward_row(dtype: str, d1: int, d2: int, tile: Tile) -> Specialisation:
     defines = (("ELEMENT", ELEMENTS[dtype]), ("HEAD_DIM1", d1), ("HEAD_DIM2", d2), ("KEYS", tile.streamed), ("STAGES", tile.stages))
-    defines += (("TOGETHER", together),)
     shared = _ring_bytes(tile, d1, d2) + _slice_bytes(tile.rows, d2) + OWN_TILE_BYTES
-    return Specialisation("forward_sm90.cu", "forward_sm90", tile, defines, shared, 0, True, WARPGROUP, together)
+    return Specialisation("forward_sm90.cu", "forward_sm90", tile, defines, shared, 0, True, WARPGROUP)
 
 
 def _few_rows_row(dtype: str, d1: int, d2: int, tile: Tile) -> Specialisation:

@@ -100,8 +100,6 @@ def run(machine, arrays, wrt=SIDES, weights=None, as_float32=True, deterministic
     if reduced:
         np.testing.assert_allclose(scalars[0], right.reduced(problem.reduction), rtol=1e-5, atol=1e-5)
 
-    if not wrt:
-        return
     dtype = arrays["q1"].dtype
     grads = {n: np.full(arrays[n].shape, np.nan, np.float32 if as_float32 else dtype) for n in wrt}
     given_weights = view("grad_kl", weights) if isinstance(weights, np.ndarray) else weights

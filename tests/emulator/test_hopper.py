@@ -78,45 +78,6 @@ def test_splits_over_the_keys(machine):
     assert machine.launched[:2] == ["forward_sm90", "forward_merge_splits"]
 
 
-PAIRS = {
-    "full": {"n": (390, 500)},
-    "causal": {"n": (500, 500), "causal": True},
-    "causal from an offset": {"n": (500, 300), "causal": True, "q_offset": 30},
-    "window": {"n": (400, 700), "window": (50, 20)},
-    "two heads of other keys in a cluster": {"n": (550, 203), "heads": (2, 2, 2)},
-    "two heads that share keys in a cluster": {"n": (550, 203), "heads": (4, 2, 1), "causal": True},
-    "few blocks, split": {"n": (330, 900), "heads": (1, 1, 1), "batch": 1},
-    "the last blocks split": {"n": (300, 1400), "heads": (3, 1, 3), "batch": 1, "d": (128, 64)},
-}
-
-
-class TestPairs:
-    """Two row tiles that read the same keys are a cluster, and bring them to each other."""
-
-    @pytest.mark.parametrize("name", PAIRS)
-    def test_masks_and_heads(self, machine, name):
-        options = dict(PAIRS[name])
-        sizes = {"heads": (2, 1, 2), **{n: options.pop(n) for n in ("n", "heads", "batch", "d") if n in options}}
-        arrays = inputs("bfloat16", "bhsd", **sizes)
-        given = views(arrays)
-        problem = Problem.check(*(given[n] for n in SIDES), **options)
-        chosen = forward.plan(problem, 0, True)
-        assert chosen.spec.together == 2 and (chosen.splits > 1) == ("split" in name)
-        run(machine, arrays, wrt=(), **options)
-
-    def test_padded_batch(self, machine):
-        lengths_q, lengths_k = ints(400, 0, 31, 200), ints(170, 12, 161, 0)
-        arrays = padded("float16", "bhsd", lengths_q, lengths_k, heads=(2, 1, 2), n=(400, 170))
-        run(machine, arrays, wrt=(), seqlens_q=lengths_q, seqlens_k=lengths_k, causal=True)
-
-    def test_packed_segments(self, machine):
-        arrays = inputs("bfloat16", "thd", heads=(2, 2, 1), n=(611, 570))
-        for name, array in arrays.items():
-            array[{"q": 605, "k": 560}[name[0]] :] = np.nan
-        cu_seqlens = {"cu_seqlens_q": ints(0, 0, 440, 450, 450, 605), "cu_seqlens_k": ints(0, 30, 400, 400, 450, 560)}
-        run(machine, arrays, wrt=(), layout="thd", causal=True, **cu_seqlens)
-
-
 FEW_ROWS = {
     "one row": {"n": (1, 1100)},
     "a group of heads is one tile": {"n": (16, 1300), "heads": (8, 2, 1), "causal": True},
